@@ -47,8 +47,10 @@ def train_beside(loaded: LoadedConfig, overrides: Sequence[str], title: str) -> 
     Yields a function that waits for the end of training and returns its number of samples. If training fails or is
     stopped, the block is interrupted. If the block fails or is interrupted, training saves a checkpoint and stops.
     """
-    run, arguments = loaded.train.output_dir, [f"--set={each}" for each in overrides]
-    console, stopping = run / CONSOLE, threading.Event()
+    run = loaded.train.output_dir
+    arguments = [f"--set={each}" for each in overrides]
+    console = run / CONSOLE
+    stopping = threading.Event()
 
     def stop() -> None:
         is_running = process.poll() is None

@@ -93,15 +93,19 @@ def philox(counter: Sequence[Any], keys: Any) -> tuple[Any, Any, Any, Any]:
     for number in range(ROUNDS):
         first_high, first_low = _product(a, MULTIPLIERS[0])
         second_high, second_low = _product(c, MULTIPLIERS[1])
-        a, b = second_high ^ b ^ keys[number][0], second_low
-        c, d = first_high ^ d ^ keys[number][1], first_low
+        a = second_high ^ b ^ keys[number][0]
+        b = second_low
+        c = first_high ^ d ^ keys[number][1]
+        d = first_low
     return a, b, c, d
 
 
 def _product(word: Any, factor: int) -> tuple[Any, Any]:
     """Return the high and low words of the unsigned 128-bit product."""
-    low_factor, high_factor = factor & _MASK_32, factor >> 32
-    low, high = word & _MASK_32, _high(word)
+    low_factor = factor & _MASK_32
+    high_factor = factor >> 32
+    low = word & _MASK_32
+    high = _high(word)
     middle = high * low_factor + _high(low * low_factor)  # at most 2**64 - 2**32: no carry is lost
     cross = low * high_factor + (middle & _MASK_32)
     return high * high_factor + _high(middle) + _high(cross), word * signed(factor)

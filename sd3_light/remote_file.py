@@ -76,8 +76,13 @@ class RemoteFile(io.RawIOBase):
         entry = remote_entry(url)
         if entry.is_folder:
             raise IsADirectoryError(EISDIR, "a folder", url)
-        self.url, self.size, self.version = url, entry.size, entry.version
-        self._at, self._ahead, self._start, self._window = 0, 0, 0, b""
+        self.url = url
+        self.size = entry.size
+        self.version = entry.version
+        self._at = 0
+        self._ahead = 0
+        self._start = 0
+        self._window = b""
 
     def read_at(self, offset: int, size: int) -> bytes:
         """Return ``size`` bytes from ``offset``, fewer at the end of the file. The position does not change."""
@@ -93,7 +98,8 @@ class RemoteFile(io.RawIOBase):
             self._start = offset
         data = self._window[offset - self._start : end - self._start]
         if len(self._window) > WINDOW_BYTES:
-            self._start, self._window = end, b""
+            self._start = end
+            self._window = b""
         return data
 
     def _fetch(self, start: int, end: int) -> bytes:
@@ -182,7 +188,9 @@ def _read_whole(files: Any, path: str) -> bytes:
 
 
 def _entry(url: str, info: Mapping[str, Any]) -> RemoteEntry:
-    name, is_folder, size = url.rpartition("/")[2], info.get("type") == "directory", info.get("size")
+    name = url.rpartition("/")[2]
+    is_folder = info.get("type") == "directory"
+    size = info.get("size")
     validator = next((str(info[key]).strip('"') for key in (*_VALIDATORS, "mtime") if info.get(key)), "")
     version = "" if is_folder or size is None else f"{size}-{validator}"
     return RemoteEntry(name, url, is_folder, size or 0, version)

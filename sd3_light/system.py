@@ -13,7 +13,8 @@ from typing import NamedTuple
 _CPUS = Path("/sys/devices/system/cpu")
 _SPINNING = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "1"}  # of GNU's (turns of a loop) and of LLVM's OpenMP (ms)
 _M_MMAP_THRESHOLD = -3  # of malloc.h
-_CGROUP, _CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+_CGROUP = Path("/proc/self/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
 
 
 COMPILED_CODE = "TORCHINDUCTOR_CACHE_DIR"

@@ -119,7 +119,8 @@ class Span:
 
     def cut(self, begin: int, end: int) -> "Span":
         """Return the bytes from ``begin`` to before ``end``, clipped to this span."""
-        begin, end = max(begin, 0), min(end, self.size)
+        begin = max(begin, 0)
+        end = min(end, self.size)
         return replace(self, start=self.start + begin, size=max(end - begin, 0))
 
     def read(self) -> bytes:
@@ -176,7 +177,8 @@ class StoredTensor:
         """Load the tensor into memory."""
         import torch
 
-        buffer, done = bytearray(self.nbytes), 0
+        buffer = bytearray(self.nbytes)
+        done = 0
         for chunk in self.chunks():
             buffer[done : done + len(chunk)] = chunk
             done += len(chunk)
@@ -184,7 +186,8 @@ class StoredTensor:
         return (torch.frombuffer(buffer, dtype=dtype) if buffer else torch.empty(0, dtype=dtype)).reshape(self.shape)
 
     def _cut(self, begin: int, end: int) -> tuple[Span, ...]:
-        pieces, offset = [], 0
+        pieces = []
+        offset = 0
         for span in self.spans:
             pieces.append(span.cut(begin - offset, end - offset))
             offset += span.size
@@ -232,7 +235,8 @@ def write_tensor_file(
     The entry ``hash_key`` of the metadata becomes the sha256 of all values, as "0x" and 64 digits.
     """
     names = sorted(tensors, key=lambda name: (_ORDER[tensors[name].dtype], name))
-    digest, unknown = hashlib.sha256(), f"0x{0:064}"
+    digest = hashlib.sha256()
+    unknown = f"0x{0:064}"
     entries = dict(sorted({**metadata, **({hash_key: unknown} if hash_key else {})}.items()))
     with open(path, "wb") as file:
         header = header_bytes([(name, tensors[name].dtype, tensors[name].shape) for name in names], entries)
@@ -272,7 +276,9 @@ def open_tensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
 
 
 def _stored(path: Path, start: int, entry: Mapping[str, Any]) -> StoredTensor:
-    dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    dtype = entry["dtype"]
+    shape = entry["shape"]
+    begin, end = entry["data_offsets"]
     if dtype not in DTYPES:
         raise ValueError(f"it contains tensors of type {dtype}")
     valid = all(type(number) is int for number in (*shape, begin, end)) and min(shape, default=0) >= 0

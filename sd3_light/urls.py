@@ -140,7 +140,8 @@ def _pause_before_retry(problem: str, error: RemoteUnreachable, number: int, mea
     Prints why, at most once in `REPORT_EVERY_SEC`: a store that throttles rejects many requests.
     """
     global _next_report
-    pause, now = mean * _JITTER.uniform(0.5, 1.5), time.monotonic()
+    pause = mean * _JITTER.uniform(0.5, 1.5)
+    now = time.monotonic()
     if now >= _next_report:
         _next_report = now + REPORT_EVERY_SEC
         reason = _first_line(error.__cause__ or error)

@@ -66,7 +66,8 @@ def warn_of_full_disk(title: str, folder: Path, plan: CachePlan, units: Sequence
         captions += len(member.captions)
         masked = masked or bool(member.row.mask)
         paired = paired or bool(member.row.rejected)
-    family, columns = family_of(model), dict[Bucket, tuple[Column, ...]]()
+    family = family_of(model)
+    columns = dict[Bucket, tuple[Column, ...]]()
     needed = 0.0
     replaced = 0
     for unit in units:
@@ -89,7 +90,8 @@ def measure_reconstructions(title: str, plan: CachePlan, builder: Builder) -> No
     if not images:
         return
     scores = builder.call(_reconstruction_scores, images)
-    worst, low = min(scores, key=lambda key: scores[key]), sum(value < LOW_PSNR for value in scores.values())
+    worst = min(scores, key=lambda key: scores[key])
+    low = sum(value < LOW_PSNR for value in scores.values())
     text = f"the VAE reconstructs {len(scores)} images with a median of {median(scores.values()):.1f} dB"
     text += f", the worst with {scores[worst]:.1f} dB ({worst})"
     if low:

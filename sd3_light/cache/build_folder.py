@@ -33,9 +33,12 @@ UNIT_SUFFIXES = (".rejects.jsonl", ".none", ".arrow", ".json", ".safetensors")
 """Files of a unit in the order of their upload: a shard never exists without the others."""
 _REJECTED_SUFFIXES = (".rejects.jsonl", ".none")
 _CATALOGUE = ("catalogue/parts", "catalogue")  # a listing never exists without its parts
-_PROMPTS, _LISTS = "prompts", (REJECTS_FILE, DUPLICATES_FILE)
+_PROMPTS = "prompts"
+_LISTS = (REJECTS_FILE, DUPLICATES_FILE)
 _FOLDERS = (SHARDS, _PROMPTS, *_CATALOGUE)
-_RECORD, _LOCK, _MARK = "store.json", "store.lock", ".damaged"
+_RECORD = "store.json"
+_LOCK = "store.lock"
+_MARK = ".damaged"
 _DOWNLOADS = 256  # files per request to the library, which reads them concurrently
 
 
@@ -169,7 +172,8 @@ class RemoteBuildFolder(BuildFolder):
 
     def push_unit(self, file: str) -> None:
         """Upload the files of a unit and verify the shard; then the mirror has hollow ones."""
-        stem, entry = file.removesuffix(".safetensors"), read_entry(self.folder / SHARDS, file)
+        stem = file.removesuffix(".safetensors")
+        entry = read_entry(self.folder / SHARDS, file)
         if (shard := f"{SHARDS}/{file}") in self._record:  # else a killed run leaves it with the hash of another
             self._delete([shard])
         for name in _unit_names(file):
@@ -232,7 +236,8 @@ class RemoteBuildFolder(BuildFolder):
         self._save_record()
 
     def _replace_manifest(self) -> None:
-        data, url = read_limited(self.folder / MANIFEST, INDEX_BYTES), f"{self.url}/{MANIFEST}"
+        data = read_limited(self.folder / MANIFEST, INDEX_BYTES)
+        url = f"{self.url}/{MANIFEST}"
         previous = self._record.get(MANIFEST, ("", ""))[0].partition("-")[2]
         try:
             with_retries(url, lambda files, path: _put_if_same(files, path, data, previous), "write")
@@ -250,7 +255,8 @@ class RemoteBuildFolder(BuildFolder):
         self._save_record()
 
     def _upload(self, name: str) -> None:
-        path, url = self.folder / name, f"{self.url}/{name}"
+        path = self.folder / name
+        url = f"{self.url}/{name}"
         digest = _digest(path)
         if self._record.get(name, ("", ""))[1] == digest:
             return

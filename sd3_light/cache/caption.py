@@ -162,9 +162,11 @@ def _opened(path: Path) -> Iterator[Iterator[bytes]]:
 
 def _caption(work: _DirectoryWork, captioner: "Captioner") -> None:
     """Caption the missing images, and append each batch to the file of what is done."""
-    path, missing = work.folder / DONE, work.missing
+    path = work.folder / DONE
+    missing = work.missing
     write_atomically(path, _json_lines([work.settings]) + _captions_as_lines(work.captions))
-    size, rejected = captioner.options.batch, 0
+    size = captioner.options.batch
+    rejected = 0
     with (
         write_errors(path),
         open(path, "ab", buffering=0, opener=regular_handle) as file,
@@ -198,7 +200,8 @@ class SeededDraws(LogitsProcessor):
     """
 
     def __init__(self, numbers: torch.Tensor, warpers: Sequence[Callable[..., torch.Tensor]]) -> None:
-        self._numbers, self._warpers = iter(numbers.unbind(1)), warpers
+        self._numbers = iter(numbers.unbind(1))
+        self._warpers = warpers
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return scores with which only the drawn tokens are possible."""
@@ -213,7 +216,10 @@ class Captioner:
     """An image-text-to-text model with its processor."""
 
     def __init__(self, model: Any, processor: Any, options: CaptionOptions, device: torch.device) -> None:
-        self.model, self.processor, self.options, self.device = model.to(device).eval(), processor, options, device
+        self.model = model.to(device).eval()
+        self.processor = processor
+        self.options = options
+        self.device = device
         tokenizer = getattr(processor, "tokenizer", processor)
         tokenizer.padding_side = "left"  # a decoder continues at the end of each row
         if tokenizer.pad_token is None:
@@ -222,7 +228,8 @@ class Captioner:
     @staticmethod
     def open(model: str, options: CaptionOptions) -> "Captioner":
         """Load a folder or a model of the Hugging Face hub; weights are read from safetensors only."""
-        folder, device = model_folder(model), Launch().device()
+        folder = model_folder(model)
+        device = Launch().device()
         dtype = options.dtype if options.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
         own = {"local_files_only": True, "trust_remote_code": False}
         try:
@@ -252,7 +259,8 @@ class Captioner:
         tokens = self.model.generate(**inputs, max_new_tokens=self.options.max_tokens, **how)
         prompt_tokens = inputs.get("input_ids")
         if prompt_tokens is not None:  # decoders return the prompt too, encoder-decoders do not
-            repeated, length = prompt_tokens.repeat_interleave(count, 0), prompt_tokens.shape[1]
+            repeated = prompt_tokens.repeat_interleave(count, 0)
+            length = prompt_tokens.shape[1]
             if tokens.shape[1] >= length and torch.equal(tokens[:, :length], repeated):
                 tokens = tokens[:, length:]
         texts = [" ".join(text.split()) for text in self.processor.batch_decode(tokens, skip_special_tokens=True)]
@@ -260,7 +268,8 @@ class Captioner:
 
     def _drawn(self, names: Iterable[str], prompt: str) -> dict[str, Any]:
         """Return the arguments of `generate` for several captions per image, which depend on the image's name only."""
-        config, options = self.model.generation_config, self.options
+        config = self.model.generation_config
+        options = self.options
         warpers = [TemperatureLogitsWarper(options.temperature)]
         if top_k := 50 if config.top_k is None else config.top_k:  # 50 is the default of transformers
             warpers.append(TopKLogitsWarper(top_k))

@@ -36,7 +36,9 @@ class OldShards:
     """
 
     def __init__(self, location: CacheLocation, folder: Path | None, limit_bytes: int) -> None:
-        self._location, self._folder, self._limit = location, folder, limit_bytes
+        self._location = location
+        self._folder = folder
+        self._limit = limit_bytes
         self._open: dict[str, ShardReader] = {}
         self._damaged: set[str] = set()
 

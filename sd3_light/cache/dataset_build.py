@@ -68,7 +68,10 @@ class DatasetBuild:
     """Builds caches with a config and options; ``builder`` encodes."""
 
     def __init__(self, train: TrainConfig, launch: Launch, options: CacheOptions, builder: Builder) -> None:
-        self._train, self._launch, self._options, self._builder = train, launch, options, builder
+        self._train = train
+        self._launch = launch
+        self._options = options
+        self._builder = builder
         self._training: CatalogueRows | None = None  # of the training set, once it is listed
 
     def build(self, name: str, dataset: DatasetConfig) -> CacheReport:
@@ -86,7 +89,8 @@ class DatasetBuild:
         return folder / work_name(location, self._options.part)
 
     def _build(self, name: str, dataset: DatasetConfig, place: BuildFolder) -> CacheReport:
-        title, folder = f"cache {name}".strip(), place.folder
+        title = f"cache {name}".strip()
+        folder = place.folder
         shards = folder / SHARDS
         with Claims(folder / "claims") as claims:
             shards.mkdir(parents=True, exist_ok=True)
@@ -228,7 +232,8 @@ class DatasetBuild:
 
     def _warn(self, title: str, job: BuildJob, units: Sequence[Unit]) -> None:
         """Print what to know before anything is encoded."""
-        plan, model = job.plan, self._train.model
+        plan = job.plan
+        model = self._train.model
         warn_of_cut_captions(title, plan, model)
         warn_of_extreme_fits(title, plan)
         if isinstance(job.place.location, Path):
@@ -250,7 +255,8 @@ class DatasetBuild:
 
     def _encode_empty(self, place: BuildFolder, recipe: Mapping[str, Any]) -> ShardEntry:
         """Return the entry of the empty caption's shard, encoded if it is missing or damaged."""
-        shards, columns = place.folder / SHARDS, stored_columns(self._train.model)
+        shards = place.folder / SHARDS
+        columns = stored_columns(self._train.model)
         # its image is blank, so only the layout of that decides the bytes
         facts = [recipe["columns"][column.name] if column.per_caption else column.layout() for column in columns]
         fingerprint = sample_id(repr([recipe["format"], *facts]))

@@ -51,8 +51,12 @@ def dispatch(units: Sequence[Unit], workers: Workers[Worker, Handle]) -> dict[Un
 
 def _distribute(units: Sequence[Unit], workers: Workers[Worker, Handle], depth: int) -> dict[Unit, str]:
     """Try each unit once, with at most ``depth`` units per worker. Return those that failed, with the cause."""
-    queue, running = deque(units), dict[Handle, tuple[Worker, Unit]]()
-    loads, failed, in_a_row, most_ready = Counter[Worker](), dict[Unit, str](), 0, 0
+    queue = deque(units)
+    running = dict[Handle, tuple[Worker, Unit]]()
+    loads = Counter[Worker]()
+    failed = dict[Unit, str]()
+    in_a_row = 0
+    most_ready = 0
     while queue or running:
         ready = workers.ready(len(queue) + len(running))
         most_ready = max(most_ready, len(ready))

@@ -65,7 +65,8 @@ def check_freshness(folder: Path, plan: CachePlan, recipe: Mapping[str, Any], ma
 
     ``manifest`` is the last one.
     """
-    state, shards = CacheState(folder), folder / SHARDS
+    state = CacheState(folder)
+    shards = folder / SHARDS
     for unit in plan.units:
         if _is_fresh(shards, unit, state):
             state.fresh += unit.count
@@ -146,7 +147,8 @@ def _count_stale_and_missing(
     state: CacheState, plan: CachePlan, recipe: Mapping[str, Any], manifest: Manifest | None
 ) -> None:
     """Count the samples to encode: stale ones were in the last manifest, missing ones were not."""
-    shards, damaged = state.folder / SHARDS, set(state.damaged)
+    shards = state.folder / SHARDS
+    damaged = set(state.damaged)
     replaced = [] if manifest is None else replaced_entries(manifest, plan)
     with SortedArray(np.int64) as known:
         for path in _tables(shards, replaced):

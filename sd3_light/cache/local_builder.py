@@ -61,7 +61,8 @@ class LocalBuilder:
     """Encodes in this process, together with the other processes of the launch."""
 
     def __init__(self, train: TrainConfig, launch: Launch) -> None:
-        self._train, self._launch = train, launch
+        self._train = train
+        self._launch = launch
         self._resources = ExitStack()
         self._encoders: Encoders | None = None
 

@@ -82,7 +82,8 @@ def write_manifest(
 
 def _count_undecoded(plan: CachePlan, shards: Path) -> PlanCounts:
     """Count the planned samples that were rejected when they were decoded."""
-    counts, keys = PlanCounts(), set[str]()
+    counts = PlanCounts()
+    keys = set[str]()
     for unit in plan.units:
         rejected = unit_rejects(shards, unit)
         for member in plan.members(unit) if rejected else ():

@@ -160,12 +160,14 @@ class Segmenter:
     """A segmentation model of transformers: one that takes texts (CLIPSeg), or one with classes."""
 
     def __init__(self, find: Callable[[Sequence[Image.Image]], Foreground], invert: bool) -> None:
-        self._find, self._invert = find, invert
+        self._find = find
+        self._invert = invert
 
     @staticmethod
     def load(model: str, options: MaskOptions) -> "Segmenter":
         """Load a folder or a model of the Hugging Face hub; weights are read from safetensors only."""
-        folder, device = model_folder(model), Launch().device()
+        folder = model_folder(model)
+        device = Launch().device()
         try:
             check_files(folder)
             kind = AutoConfig.from_pretrained(folder, **_OWN).model_type
@@ -202,7 +204,10 @@ class _TextFinder:
     def __init__(self, model: Any, processor: Any, device: torch.device, options: MaskOptions) -> None:
         if not options.prompts:
             raise UserError('--model: a CLIPSeg finds what a text names; pass --prompt "a dog"')
-        self._model, self._processor, self._device, self._options = model, processor, device, options
+        self._model = model
+        self._processor = processor
+        self._device = device
+        self._options = options
 
     def __call__(self, images: Sequence[Image.Image]) -> Foreground:
         """Return where each image shows what a prompt names."""
@@ -228,7 +233,9 @@ class _ClassFinder:
     """Finds the pixels of some classes."""
 
     def __init__(self, model: Any, processor: Any, device: torch.device, classes: Sequence[int]) -> None:
-        self._model, self._processor, self._device = model, processor, device
+        self._model = model
+        self._processor = processor
+        self._device = device
         self._classes = torch.tensor(classes, device=device)
 
     def __call__(self, images: Sequence[Image.Image]) -> Foreground:

@@ -68,7 +68,8 @@ class ActorPool:
     """Encoders of a cluster: one per GPU or CPU, or ``count``; those that do not fit wait for a node."""
 
     def __init__(self, settings: EncoderSettings, count: int | None) -> None:
-        self._settings, self._count = settings, count
+        self._settings = settings
+        self._count = count
         self._actors: list[_Actor] = []
         self._cpus = self._devices = 0
         self._next_resize = 0.0
@@ -127,7 +128,8 @@ class ActorPool:
         if now >= self._next_resize:
             self._next_resize = now + _RESIZE_SECONDS
             resources = ray.cluster_resources()
-            self._cpus, self._devices = int(resources.get("CPU", 0)), int(resources.get(self._device_name, 0))
+            self._cpus = int(resources.get("CPU", 0))
+            self._devices = int(resources.get(self._device_name, 0))
         count = min(self._count or max(1, self._devices), wanted)
         while len(self._actors) < count:
             self._actors.append(self._start())
@@ -145,7 +147,8 @@ class ActorPool:
         return actor
 
     def _take_answer(self, actor: _Actor) -> None:
-        answer, actor.starting = actor.starting, None
+        answer = actor.starting
+        actor.starting = None
         try:
             actor.node = ray.get(answer)
             self._failed_starts = 0
@@ -166,7 +169,9 @@ class _UnitRun:
     """The units of one dataset on an actor pool, as `dispatch` distributes them."""
 
     def __init__(self, pool: ActorPool, job: BuildJob, bar: Bar) -> None:
-        self._pool, self._job, self._bar = pool, job, bar
+        self._pool = pool
+        self._job = job
+        self._bar = bar
         self._shards = job.place.folder / SHARDS
         self.built = Built()
 
@@ -176,9 +181,12 @@ class _UnitRun:
 
     def submit(self, worker: _Actor, unit: Unit) -> Any:
         """Send a unit with its samples to an actor."""
-        plan, place = self._job.plan, self._job.place
-        stored, cpus = UnitFiles(place.unit_files(unit.file).record), self._pool.decode_cpus
-        members, root = plan.members(unit), plan.source(unit).root
+        plan = self._job.plan
+        place = self._job.place
+        stored = UnitFiles(place.unit_files(unit.file).record)
+        cpus = self._pool.decode_cpus
+        members = plan.members(unit)
+        root = plan.source(unit).root
         task = UnitTask(unit, members, self._job.copies(members), root, place.location, stored, cpus)
         return worker.handle.build.options(name="build shard").remote(task)
 
@@ -240,7 +248,9 @@ class RayBuilder:
     """Encodes on a Ray cluster; ``actors`` is the number of encoders, None as many as the cluster has devices."""
 
     def __init__(self, train: TrainConfig, address: str, actors: int | None) -> None:
-        self._train, self._address, self._num_actors = train, address, actors
+        self._train = train
+        self._address = address
+        self._num_actors = actors
         self._pool: ActorPool | None = None
 
     def __enter__(self) -> Self:
@@ -266,7 +276,8 @@ class RayBuilder:
     def pool(self) -> ActorPool:
         """The actors, which start when they are first needed."""
         if self._pool is None:
-            train, folder = self._train, self._train.stream_cache_dir
+            train = self._train
+            folder = self._train.stream_cache_dir
             recipe = make_recipe(train.model, (folder or private_temp_folder("ray")) / "parts.json")
             ahead = train.caching_num_workers + 1
             settings = EncoderSettings(

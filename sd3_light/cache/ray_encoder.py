@@ -79,9 +79,11 @@ class ShardEncoder:
 
     def __init__(self, settings: EncoderSettings) -> None:
         quiet_libraries()
-        self._settings, self._node = settings, socket.gethostname()
+        self._settings = settings
+        self._node = socket.gethostname()
         self._prepared: tuple[Encoders, Path] | None = None
-        self._preparing, self._device = threading.Lock(), threading.Lock()
+        self._preparing = threading.Lock()
+        self._device = threading.Lock()
         self._tokenizer = ThreadPoolExecutor(1, "tokens")
         self._old: dict[CacheLocation, OldShards] = {}
         self._opening = threading.Lock()
@@ -105,7 +107,8 @@ class ShardEncoder:
         """Return the encoders, checked once, and the folder for files of units that are being built."""
         with self._preparing:
             if self._prepared is None:
-                settings, folder = self._settings, self._settings.work_folder or private_temp_folder("ray")
+                settings = self._settings
+                folder = self._settings.work_folder or private_temp_folder("ray")
                 _require_same_encoders(settings, folder / "parts.json")
                 device = Launch().device(settings.device_type)
                 encoding = family_of(settings.model).encoding
@@ -224,8 +227,12 @@ class TaskPool(Generic[Task, Result]):
         num_cpus: int = 1,
         roots: Sequence[DataLocation] = (),
     ) -> None:
-        self._name, self._work, self._crashed = name, work, crashed
-        self._ahead, self._num_cpus, self._roots = ahead, num_cpus, roots
+        self._name = name
+        self._work = work
+        self._crashed = crashed
+        self._ahead = ahead
+        self._num_cpus = num_cpus
+        self._roots = roots
 
     def map(self, batches: Iterable[Sequence[Task]]) -> Iterator[list[Result]]:
         """Yield the results of each batch, in order; batches are taken from the iterable as they are needed."""

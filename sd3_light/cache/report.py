@@ -93,7 +93,8 @@ def log_report(title: str, report: CacheReport, policy: str, folder: str) -> Non
         f"{title}: {counts['used']:,} samples of {counts['pictures']:,} images are in the cache "
         f"({counts['cropped']:,} cropped, {counts['enlarged']:,} enlarged)"
     )
-    equal, similar = "have the same bytes as an earlier one", "are similar to an earlier one"
+    equal = "have the same bytes as an earlier one"
+    similar = "are similar to an earlier one"
     for key, result in (
         ("keep", f'{equal}: `duplicates = "drop"` leaves them out'),
         ("drop", f"{equal}: they are left out"),

@@ -276,7 +276,8 @@ def _add_cells(
     fetch_tables: Callable[[Iterable[str]], None],
 ) -> Iterator[ShardEntry]:
     """Add the records of old shards whose fingerprints are wanted. Yield the shards that have any."""
-    sources, number = update.sources(), 0
+    sources = update.sources()
+    number = 0
     fetch_tables(entry.file for entry in sources)
     for entry in sources:
         read = dict.fromkeys([*wanted, *([IMAGE] if update.columns.with_images else [])])
@@ -336,7 +337,8 @@ def _wanted_records(fingerprints: NDArray[np.bytes_], wanted: SortedArray, numbe
 
 def _count_found(wanted: SortedArray, cells: SortedArray) -> int:
     """Return how many of the wanted fingerprints have a record."""
-    found, known = 0, cells.values
+    found = 0
+    known = cells.values
     for start in range(0, len(wanted.values) if len(known) else 0, _CHUNK):
         records = wanted.values[start : start + _CHUNK].astype(_RECORD)
         index = np.searchsorted(known, records).clip(max=len(known) - 1)

@@ -80,8 +80,14 @@ class ShardBuilder:
     """Encodes the units that no other process does, until all are built."""
 
     def __init__(self, job: BuildJob, encoders: Encoders, old: OldShards, bar: Bar, train: TrainConfig) -> None:
-        self._job, self._encoders, self._old, self._bar, self._train = job, encoders, old, bar, train
-        self._plan, self._claims, self._shards = job.plan, job.claims, job.place.folder / SHARDS
+        self._job = job
+        self._encoders = encoders
+        self._old = old
+        self._bar = bar
+        self._train = train
+        self._plan = job.plan
+        self._claims = job.claims
+        self._shards = job.place.folder / SHARDS
         self.built = Built()
 
     def build(self, units: Sequence[Unit], share: tuple[int, int]) -> None:
@@ -135,7 +141,8 @@ class ShardBuilder:
                 self._claims.release(unit.file)
                 self._bar.advance(unit.count)
             else:
-                members, root = self._plan.members(unit), self._plan.source(unit).root
+                members = self._plan.members(unit)
+                root = self._plan.source(unit).root
                 copies = Copies(self._job.copies(members), self._old)
                 tokens = tokenizer.submit(tokenize_missing, self._encoders, members, copies)
                 teacher = unit_teacher(self._train.model, unit)

@@ -180,7 +180,8 @@ class UnitInProgress:
 
     def _image_tensor(self, column: Column) -> dict[str, Tensor]:
         """Return the values of images; nothing if no sample has such an image."""
-        accepted, batches = self.accepted, self.images.get(column.name, [])
+        accepted = self.accepted
+        batches = self.images.get(column.name, [])
         numbers = self.encoded.get(entry_of(column), [])
         copied = self.copies.entries.get(entry_of(column), {})
         if not numbers and not copied:
@@ -196,7 +197,8 @@ class UnitInProgress:
 
     def _mask_tensor(self, column: Column) -> dict[str, Tensor]:
         """Return the masks, 255 for samples without; nothing if no sample has one."""
-        copied, accepted = self.copies.entries.get(MASK, {}), self.accepted
+        copied = self.copies.entries.get(MASK, {})
+        accepted = self.accepted
         if not any(number in copied or number in self.masks for number in accepted):
             return {}
         full = torch.full(column.shape, 255, dtype=torch.uint8)
@@ -257,7 +259,8 @@ def _origin(member: Member) -> Origin:
 
 def text_groups(members: Sequence[Member], copies: Copies) -> list[TextGroup]:
     """Return the captions of samples that are encoded: those that no old shard has, then those that lack a column."""
-    new, known = list[Text](), list[Text]()
+    new = list[Text]()
+    known = list[Text]()
     for text in distinct_texts(members, copies.with_images):
         (known if text in copies.captions else new).append(text)
     groups = [TextGroup(new), TextGroup(known if copies.encoded_columns else [], copies.encoded_columns)]

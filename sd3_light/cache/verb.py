@@ -20,7 +20,8 @@ __all__ = ["CacheOptions", "CacheReport", "make_recipe", "run"]
 
 def run(loaded: LoadedConfig, launch: Launch | None = None, options: CacheOptions | None = None) -> list[CacheReport]:
     """Build or complete the caches of the dataset and of every evaluation set, then free the encoders."""
-    launch, options = launch or Launch(), options or CacheOptions()
+    launch = launch or Launch()
+    options = options or CacheOptions()
     datasets = {"": loaded.dataset, **loaded.eval_datasets}
     if not options.regenerate and (options.trust or not options.at_url):
         datasets = {name: data for name, data in datasets.items() if not is_remote(data, loaded.train)}

@@ -150,7 +150,8 @@ class _DiskChecks:
         """Check that the optional libraries that the config needs are installed."""
         for key, remedy in missing_trackers(self.train.monitoring).items():
             self.add(f"monitoring.{key}", "the package is not installed", "true", remedy)
-        adapter, record = self.train.adapter, OPTIMIZERS[self.train.optimizer.type]
+        adapter = self.train.adapter
+        record = OPTIMIZERS[self.train.optimizer.type]
         if adapter is not None and adapter.base_bits == 4 and find_spec("bitsandbytes") is None:
             hint = f"run `{INSTALL_BITSANDBYTES}`, or write base_bits = 8"
             self.add("adapter.base_bits", "needs bitsandbytes, which is not installed", adapter.base_bits, hint)
@@ -227,7 +228,8 @@ class _DiskChecks:
 
     def init(self, family: Family) -> None:
         """Check that the folder in `init` contains a denoiser; the content of a file is checked with its size."""
-        init, key = self.model.init, "model.init"
+        init = self.model.init
+        key = "model.init"
         if init is None or init == "random" or init == self.model.diffusers_path or init.is_file():
             return
         if not init.is_dir():
@@ -267,7 +269,8 @@ class _DiskChecks:
 
     def training_adapter(self, family: Family, start: WeightsStart) -> None:
         """Check that `model.training_adapter` is a LoRA of the denoiser."""
-        file, key = self.model.training_adapter, "model.training_adapter"
+        file = self.model.training_adapter
+        key = "model.training_adapter"
         if file is None:
             return
         if not file.exists():
@@ -364,7 +367,8 @@ class _DiskChecks:
             count = len(directory.references)
             if count == needed:
                 continue
-            key, file = f"directory[{index}].references", str(dataset.path)
+            key = f"directory[{index}].references"
+            file = str(dataset.path)
             if not needed:
                 remedy = "write model.references, or remove it" if self.family.sets_references else "remove it"
                 self.add(key, f"{self.family.title} sees no image beside the text", count, remedy, file=file)
@@ -432,7 +436,8 @@ class _DiskChecks:
 
     def outputs(self) -> None:
         """Check that output folders can be created, and that the protocols of URLs are available."""
-        train, datasets = self.train, self.loaded.eval_datasets.values()
+        train = self.train
+        datasets = self.loaded.eval_datasets.values()
         key = "dataset" if train.cache_dir is None else "cache_dir"
         outputs = [("output_dir", train.output_dir), (key, self.loaded.dataset.cache_dir)]
         if not isinstance(train.cache_dir, str):

@@ -251,7 +251,8 @@ class Estimator:
         """Estimate an evaluation set: each sample once, without accumulation. Its images are added to ``held``."""
         once = replace(self, accumulation=1)
         repeats = [1.0] * len(dataset.directories)
-        batch, add = self.train.eval_micro_batch_size_per_gpu, partial(held.add, name)
+        batch = self.train.eval_micro_batch_size_per_gpu
+        add = partial(held.add, name)
         return once.dataset(name, dataset, batch, repeats, streams=True, on_used=add)
 
     def dataset(
@@ -347,7 +348,8 @@ class Estimator:
         drawing = 0
         if train.reward is not None:
             drawn = drawing_flops(self.cost, tokens, train.reward)
-            drawing, formula = drawn.value, f"{formula}; drawing {drawn.formula}"
+            drawing = drawn.value
+            formula = f"{formula}; drawing {drawn.formula}"
         return {
             "micro_batch": micro_batch,
             "global_batch": order.batch,
@@ -366,7 +368,8 @@ class Estimator:
 
     def cache(self, counts: SampleCounts, directories: tuple[DirectoryConfig, ...]) -> Amount:
         """Return the bytes of the cache's shards; each resolution has its own copy of the captions' features."""
-        total, formula = 0, "no images"
+        total = 0
+        formula = "no images"
         for (_, bucket), by_directory in counts.buckets.items():
             columns = self.columns(bucket)
             caption = caption_bytes(columns)
@@ -423,7 +426,8 @@ def _loader(train: TrainConfig, data: DatasetEstimate, in_use: int) -> tuple[Amo
         read=max((row.read for row in data.rows), default=0),
         downloads=0 if isinstance(data.cache_dir, Path) else _downloads(train, data),
     )
-    workers, prefetch = train.num_dataloader_workers, train.dataloader_prefetch_per_worker
+    workers = train.num_dataloader_workers
+    prefetch = train.dataloader_prefetch_per_worker
     return loader_bytes(prepared, workers, prefetch, reader, in_use), prepared
 
 

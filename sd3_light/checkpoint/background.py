@@ -82,7 +82,8 @@ class BackgroundWorker:
         while (queued := self._jobs.get()) is not None:
             name, job = queued
             started = time.perf_counter()
-            result, raised = None, None
+            result = None
+            raised = None
             try:
                 result = job()
             except BaseException as error:  # passed on to the caller's thread
@@ -141,8 +142,12 @@ class CheckpointKeeper(BackgroundWorker):
         self, folder: Path, rank: int, writers: int = 1, group: dist.ProcessGroup | None = None, keep_last: int = 0
     ) -> None:
         super().__init__("checkpoints")
-        self.folder, self.rank, self.writers, self.keep_last = folder, rank, writers, keep_last
-        self._group, self._members = group, 1 if group is None else dist.get_world_size(group)
+        self.folder = folder
+        self.rank = rank
+        self.writers = writers
+        self.keep_last = keep_last
+        self._group = group
+        self._members = 1 if group is None else dist.get_world_size(group)
         assert rank >= writers or writers <= self._members, "several writers need a group"
         self._copies = HostBuffers()
 
@@ -185,7 +190,8 @@ class CheckpointKeeper(BackgroundWorker):
         """Write a checkpoint, in the thread: remove leftovers, let all ranks write, then commit."""
         started = time.perf_counter()
         temporary = temporary_folder(self.folder, step)
-        main, writes = self.rank == 0, self.rank < self.writers
+        main = self.rank == 0
+        writes = self.rank < self.writers
         try:
             self._together(main, lambda: reset_folder(temporary))
             sizes = self._together(writes, lambda: write_part(temporary, self.rank, pieces))
@@ -195,7 +201,8 @@ class CheckpointKeeper(BackgroundWorker):
             shutil.rmtree(temporary, ignore_errors=True)
             intact = "; earlier checkpoints are intact" if has_checkpoint(self.folder) else ""
             return CheckpointFailed(step, f"{failure}{intact}", failure.remedy)
-        path, size = self.folder / checkpoint_name(step), sum(sizes[: self.writers])
+        path = self.folder / checkpoint_name(step)
+        size = sum(sizes[: self.writers])
         return CheckpointSaved(step, facts, path, size, time.perf_counter() - started, stall, warning)
 
     def _commit(self, step: int, facts: dict[str, Any]) -> str:
@@ -208,11 +215,14 @@ class CheckpointKeeper(BackgroundWorker):
 
     def _together(self, has_work: bool, work: Callable[[], object]) -> list[Any]:
         """Do this rank's work, if any; return the results of all ranks, or raise the first failure on all of them."""
-        result, failure, remedy = None, "", ""
+        result = None
+        failure = ""
+        remedy = ""
         try:
             result = work() if has_work else None
         except (OSError, UserError) as error:
-            failure, remedy = _reason(error), disk_remedy(error)
+            failure = _reason(error)
+            remedy = disk_remedy(error)
         outcomes: list[Any] = [(result, failure, remedy)] * self._members
         if self._group is not None:
             try:

@@ -53,7 +53,9 @@ class HostBuffers:
         """Return memory for the values from byte ``position`` on: (index of the first element, buffer) pairs."""
         if not len(values):
             return [(0, torch.empty(0, dtype=values.dtype))]
-        size, targets, done = values.element_size(), [], 0
+        size = values.element_size()
+        targets = []
+        done = 0
         while done < len(values):
             number, offset = divmod(position + done * size, BLOCK_BYTES)
             if number == len(self._blocks):

@@ -128,7 +128,8 @@ class Checkpoint:
         for part in ranges[max(bisect_right(self._starts[name], start) - 1, 0) :]:
             if part.start >= stop:
                 return
-            first, last = max(start, part.start), min(stop, part.start + part.length)
+            first = max(start, part.start)
+            last = min(stop, part.start + part.length)
             yield first - start, self._verified(name, part)[first - part.start : last - part.start]
 
     def _verified(self, name: str, part: Range) -> Tensor:
@@ -162,7 +163,8 @@ def read_range(path: Path, offset: int, count: int, dtype: torch.dtype) -> tuple
     A memory map of such a file would kill the process.
     """
     values = torch.empty(count, dtype=dtype)
-    data, done = tensor_bytes(values), 0
+    data = tensor_bytes(values)
+    done = 0
     with open_regular(path) as file:
         file.seek(offset)
         while done < len(data):

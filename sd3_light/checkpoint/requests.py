@@ -34,7 +34,8 @@ class RunRequests:
     def __init__(
         self, folder: Path | None = None, minutes: float | None = None, group: dist.ProcessGroup | None = None
     ) -> None:
-        self.folder, self.minutes = folder, minutes
+        self.folder = folder
+        self.minutes = minutes
         self.flags = SharedFlags(group, NUM_FLAGS)
         self.save = self.quit = self.failed = False
         self.reason: str | None = None  # why the run quits; a signal's name is known only to the rank that got it
@@ -120,7 +121,8 @@ class RunRequests:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.signal is None:
-            self.signal, self._signalled_at = signal.Signals(number).name, time.monotonic()
+            self.signal = signal.Signals(number).name
+            self._signalled_at = time.monotonic()
             return
         if number == signal.SIGINT and time.monotonic() - self._signalled_at > SECOND_SIGINT_SECONDS:
             raise KeyboardInterrupt

@@ -145,7 +145,8 @@ def cache(
     set_: Overrides = None,
 ) -> None:
     """Report what is fresh, stale, missing or orphaned, then encode what is stale or missing."""
-    loaded, launch = load_checked(config, set_, caching=True), init_process()
+    loaded = load_checked(config, set_, caching=True)
+    launch = init_process()
     from sd3_light.cache.verb import CacheOptions
     from sd3_light.journeys import build_caches
     from sd3_light.report.inspect import verb as stage
@@ -207,7 +208,8 @@ def train(
     set_: Overrides = None,
 ) -> None:
     """Encode what is missing, then train. `train.py` does the same under torchrun and other launchers."""
-    loaded, launch = load_checked(config, set_), init_process()
+    loaded = load_checked(config, set_)
+    launch = init_process()
     from sd3_light.cache.verb import CacheOptions
     from sd3_light.journeys import cache_then_train
 

@@ -71,7 +71,8 @@ def _launch(flags: argparse.Namespace) -> None:
     if flags.debug:
         enable_tracebacks()
     quiet_imports()
-    loaded, launch_info = load_checked(flags.config, flags.set, flags.cache_only), init_process(flags.local_rank)
+    loaded = load_checked(flags.config, flags.set, flags.cache_only)
+    launch_info = init_process(flags.local_rank)
     from sd3_light.cache.verb import CacheOptions
     from sd3_light.journeys import build_caches, cache_then_train
 

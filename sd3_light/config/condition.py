@@ -12,8 +12,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-NUMBER, TEXT, BOOLEAN = "a number", "a text", "a boolean"
-WIDTH, HEIGHT, CAPTION_LENGTH = "<width>", "<height>", "<caption_length>"  # a column may have the plain name
+NUMBER = "a number"
+TEXT = "a text"
+BOOLEAN = "a boolean"
+# a column may have the plain name
+WIDTH = "<width>"
+HEIGHT = "<height>"
+CAPTION_LENGTH = "<caption_length>"
 BUILT_IN = {"width": WIDTH, "height": HEIGHT, "caption_length": CAPTION_LENGTH}
 """Names that every sample has, and their keys among the values of a sample."""
 
@@ -86,7 +91,8 @@ def parse_condition(text: str) -> Condition:
     if len(text) > _MAX_LENGTH:
         raise ConditionError(f"longer than {_MAX_LENGTH:,} characters")
     text = text.replace("\r\n", "\n").replace("\r", "\n")  # as Python counts lines
-    lines, body = text.split("\n"), _parse(text)
+    lines = text.split("\n")
+    body = _parse(text)
     kinds: dict[str, str | None] = {}
     _Compiler(lines, kinds, None).value(body, BOOLEAN)
     # types that constants determine are known now, in whatever order the columns appear
@@ -135,7 +141,9 @@ class _Compiler:
     """Turns nodes into functions of a sample's values and assigns types to columns."""
 
     def __init__(self, lines: Sequence[str], kinds: dict[str, str | None], default: str | None) -> None:
-        self._lines, self._kinds, self._default = lines, kinds, default
+        self._lines = lines
+        self._kinds = kinds
+        self._default = default
         self._depth = 0
         self.keys: set[str] = set()
 
@@ -206,7 +214,8 @@ class _Compiler:
 
     def _is_listed(self, left: ast.expr, items: list[ast.expr], compare: Callable[[Any, Any], Any]) -> _Evaluate:
         evaluate, own = self.value(left)
-        kind, constants = own, []
+        kind = own
+        constants = []
         for item in items:
             keys = set(self.keys)
             constant, item_kind = self.value(item)
@@ -259,7 +268,8 @@ class _Compiler:
 
 def _arithmetic(operation: Callable[[Any, Any], Any], left: _Evaluate, right: _Evaluate) -> _Evaluate:
     def evaluate(values: Mapping[str, Any]) -> Any:
-        a, b = left(values), right(values)
+        a = left(values)
+        b = right(values)
         try:
             return None if a is None or b is None else operation(a, b)
         except (ZeroDivisionError, OverflowError):
@@ -291,7 +301,8 @@ def _compare(comparisons: Sequence[Callable[[Any, Any], Any]], parts: Sequence[_
 
 def _compare_two(compare: Callable[[Any, Any], Any], left: _Evaluate, right: _Evaluate) -> _Evaluate:
     def evaluate(values: Mapping[str, Any]) -> Any:
-        a, b = left(values), right(values)
+        a = left(values)
+        b = right(values)
         return None if a is None or b is None else compare(a, b)
 
     return evaluate

@@ -73,14 +73,16 @@ def _text_recon_problem(num_blocks: int, gamma: str) -> dict[str, str]:
 
 def token_keys(train: TrainConfig) -> Iterator[Fault]:
     """Routing and LayerSync name blocks that exist, in one process; position crops fit in the table."""
-    model, name = train.model, chosen_size_name(train.model) or (PRETRAIN_SIZE if train.model.shape else None)
+    model = train.model
+    name = chosen_size_name(train.model) or (PRETRAIN_SIZE if train.model.shape else None)
     positions = None if name is None else SIZES[name].pos_embed_max_size
     for key, fields in token_problems(train, _num_blocks(model), positions).items():
         yield _fault(key, **fields)
     sync = train.spelled("model.layer_sync")
     for key, is_given in (("model.routing", model.routing is not None), (sync, train.terms.layer_sync is not None)):
         if is_given and train.pipeline_stages > 1:
-            problem, hint = "pipeline stages do not exchange these tokens", "remove it, or write pipeline_stages = 1"
+            problem = "pipeline stages do not exchange these tokens"
+            hint = "remove it, or write pipeline_stages = 1"
             yield _fault(key, problem, hint=hint)
 
 
@@ -242,7 +244,8 @@ def timestep_faults(model: Any) -> Iterator[Fault]:
         yield _fault(f"model.{names[0]}", f"{' and '.join(names)} are given together", hint="keep one")
     for key in ("logit_mean", "uniform_share"):
         if model.timestep_sample_method == "uniform" and getattr(model, key):
-            problem, hint = 'has no effect with timestep_sample_method = "uniform"', "remove one of them"
+            problem = 'has no effect with timestep_sample_method = "uniform"'
+            hint = "remove one of them"
             yield _fault(f"model.{key}", problem, f"{getattr(model, key):g}", hint=hint)
 
 
@@ -257,11 +260,13 @@ def schedule(train: TrainConfig) -> Iterator[Fault]:
 
 def cooldown(train: TrainConfig) -> Iterator[Fault]:
     """A cool-down ends a rate that stays up, and is not longer than the run."""
-    steps, key = train.cooldown_steps, "cooldown_steps"
+    steps = train.cooldown_steps
+    key = "cooldown_steps"
     if not steps:
         return
     if train.lr_scheduler in ("linear", "cosine"):
-        problem, hint = f'lr_scheduler = "{train.lr_scheduler}" decays to 0 by itself', 'write "constant" there'
+        problem = f'lr_scheduler = "{train.lr_scheduler}" decays to 0 by itself'
+        hint = 'write "constant" there'
         yield _fault(key, problem, str(steps), hint=f"{hint}, or remove the cool-down")
     if train.force_constant_lr is not None:
         yield _fault(key, "has no effect with force_constant_lr", str(steps), hint="remove one of them")
@@ -271,12 +276,14 @@ def cooldown(train: TrainConfig) -> Iterator[Fault]:
 
 def pipeline(train: TrainConfig) -> Iterator[Fault]:
     """Pipeline stages need the DeepSpeed engine with ZeRO-1."""
-    stages, num_blocks = train.pipeline_stages, _num_blocks(train.model)
+    stages = train.pipeline_stages
+    num_blocks = _num_blocks(train.model)
     if stages == 1:
         return
     if train.zero_stage != 1:
         reason = "clips by one stage's gradients only" if train.zero_stage == 0 else "does not support pipelines"
-        problem, hint = f"with pipeline_stages = {stages} this ZeRO stage {reason}", "or pipeline_stages = 1"
+        problem = f"with pipeline_stages = {stages} this ZeRO stage {reason}"
+        hint = "or pipeline_stages = 1"
         yield _fault("zero_stage", problem, value=str(train.zero_stage), allowed="1", hint=hint)
     if train.parallel == "fsdp2":
         problem = "pipeline stages need the DeepSpeed engine, fsdp2 needs the torch engine"
@@ -288,7 +295,9 @@ def pipeline(train: TrainConfig) -> Iterator[Fault]:
 
 def partition(train: TrainConfig) -> Iterator[Fault]:
     """`partition_split` cuts the list of layers into `pipeline_stages` non-empty parts."""
-    split, stages, num_blocks = train.partition_split, train.pipeline_stages, _num_blocks(train.model)
+    split = train.partition_split
+    stages = train.pipeline_stages
+    num_blocks = _num_blocks(train.model)
     value = str(list(split))
     if train.partition_method != "manual":
         if split:
@@ -348,7 +357,8 @@ def optimizer(train: TrainConfig) -> Iterator[Fault]:
     """An optimizer runs only in layouts that can shard its state, and only with keys that it reads."""
     name = train.optimizer.type
     record = OPTIMIZERS[name]
-    problem, hint = f"needs {record.layouts}", 'write type = "adamw"'
+    problem = f"needs {record.layouts}"
+    hint = 'write type = "adamw"'
     if train.parallel == "fsdp2" and not record.fsdp2:
         value = f'"{name}" with parallel = "fsdp2"'
         yield _fault("optimizer.type", problem, value, hint=f'{hint} or parallel = "ddp"')
@@ -420,7 +430,8 @@ def ema(train: TrainConfig) -> Iterator[Fault]:
         yield _fault("ema.track", "has no effect with ema.enable = false", hint=hint)
     names = Counter(track.name for track in train.ema.track)
     for index, track in enumerate(train.ema.track):
-        key, value = f"ema.track[{index}].name", f'"{track.name}"'
+        key = f"ema.track[{index}].name"
+        value = f'"{track.name}"'
         if names[track.name] > 1 or track.name == "ema":
             yield _fault(key, "the name is already taken (`ema` is the main track)", value, hint="choose another")
         if track.name == "raw":
@@ -447,7 +458,8 @@ def negative_prompts(train: TrainConfig, uncond_text: str) -> Iterator[Fault]:
     """Negative prompts need the text of stock guidance."""
     prompts = train.sampling.negative_prompts
     if prompts and uncond_text == "zero":
-        problem, hint = 'has no effect with model.uncond_text = "zero"', 'remove it, or write uncond_text = "empty"'
+        problem = 'has no effect with model.uncond_text = "zero"'
+        hint = 'remove it, or write uncond_text = "empty"'
         yield _fault("sampling.negative_prompt", problem, f'"{prompts[0]}"', hint=hint)
 
 
@@ -456,7 +468,8 @@ def eval_names(train: TrainConfig) -> Iterator[Fault]:
     names = Counter(entry.name for entry in train.eval_datasets)
     for index, entry in enumerate(train.eval_datasets):
         if names[entry.name] > 1:
-            problem, hint = "two eval datasets have the same name", "give {name = ..., config = ...}"
+            problem = "two eval datasets have the same name"
+            hint = "give {name = ..., config = ...}"
             yield _fault(f"eval_datasets[{index}]", problem, f'"{entry.name}"', hint=hint)
 
 
@@ -482,7 +495,8 @@ def adapter_faults(table: AdapterConfig) -> Iterator[Fault]:
             hint = 'remove it, or write type = "lora"'
             yield _fault(f"adapter.{key}", f'has no effect with type = "{table.type}"', value="true", hint=hint)
     if table.base_bits < 16:
-        problem, hint = f'type = "{table.type}" does not support quantized weights', 'write 16, or type = "lora"'
+        problem = f'type = "{table.type}" does not support quantized weights'
+        hint = 'write 16, or type = "lora"'
         yield _fault("adapter.base_bits", problem, str(table.base_bits), hint=hint)
 
 

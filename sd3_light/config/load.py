@@ -194,7 +194,8 @@ def _joint_faults(
     if not isinstance(batch_size, int) and not train.faulty_keys & {key, written_key}:
         for width, height in sorted(sizes.keys() - dict(batch_size).keys()):
             side = str(width) if width == height else f"[{width}, {height}]"
-            problem, hint = f"has no size for the resolution {side} of {toml}", f"add [{side}, SIZE]"
+            problem = f"has no size for the resolution {side} of {toml}"
+            hint = f"add [{side}, SIZE]"
             yield Fault(file, written_key, problem, hint=hint)
     yield from _pair_faults(train, not dataset, directories, file, toml)
     model_size = train.config.model.size
@@ -214,7 +215,8 @@ def _split_faults(datasets: Mapping[str, DatasetConfig], file: str) -> Iterator[
             hint = "remove it: all images of an evaluation set are held out"
             yield Fault(str(dataset.path), "validation", "only the training set is divided", value="true", hint=hint)
     if "" in datasets and datasets[""].is_divided and VALIDATION in datasets:
-        problem, hint = "is the name of the part of the dataset that is held out", "give {name = ..., config = ...}"
+        problem = "is the name of the part of the dataset that is held out"
+        hint = "give {name = ..., config = ...}"
         yield Fault(file, "eval_datasets", problem, value=f'"{VALIDATION}"', hint=hint)
 
 

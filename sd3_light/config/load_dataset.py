@@ -59,7 +59,8 @@ def load_directories(path: Path, text: str | None = None) -> tuple[tuple[Directo
 
 def directory_from_arguments(values: Mapping[str, Any], caller: str) -> DirectoryConfig:
     """Validate the arguments of ``caller`` as a `[[directory]]`. Relative paths start at the working directory."""
-    defaults, file = CheckedTable({}, (), frozenset()), Path.cwd() / caller
+    defaults = CheckedTable({}, (), frozenset())
+    file = Path.cwd() / caller
     source, faults = _source(dict(values), 0, defaults, file)
     for fault in [*faults, *_cross_faults([source], defaults, str(file))]:
         raise UserError(str(replace(fault, file=caller, key=fault.key.removeprefix(source.prefix))))
@@ -106,7 +107,8 @@ def _source(
     inherited = {key: value for key, value in defaults.raw.items() if key not in overridden | own_keys}
     merged: dict[str, Any] = {"path": "missing", **inherited, **checked.raw}
     if merged.get("shuffle_tags") or merged.get("cache_shuffle_num"):  # either key turns shuffling on
-        merged["shuffle_tags"], merged["cache_shuffle_num"] = True, max(1, merged.get("cache_shuffle_num", 0))
+        merged["shuffle_tags"] = True
+        merged["cache_shuffle_num"] = max(1, merged.get("cache_shuffle_num", 0))
     config = DirectoryConfig.model_validate(merged, context={"base": path.parent})
     return _Source(checked.raw, prefix, config, checked.faulty_keys | (defaults.faulty_keys - own_keys)), faults
 
@@ -142,7 +144,8 @@ def _table_faults(raw: dict[str, Any], prefix: str, buckets_off: bool, file: str
 
 def _directory_faults(source: _Source, defaults: dict[str, Any], file: str) -> Iterator[Fault]:
     """Check a directory with its inherited keys. A fault names the table that contains the key."""
-    config, own = source.config, source.own
+    config = source.config
+    own = source.own
 
     def key(name: str) -> str:
         return name if name not in own and name in defaults else source.prefix + name
@@ -164,18 +167,21 @@ def _directory_faults(source: _Source, defaults: dict[str, Any], file: str) -> I
         yield Fault(file, key("fps"), "has no effect without frames", value=format_value(config.fps), hint=hint)
     if config.rejected is not None and config.frames is not None and not source.faulty_keys & {"rejected", "frames"}:
         yield Fault(file, key("frames"), "conflicts with rejected", hint="remove one: preferences are pairs of images")
-    weights, columns = config.caption_weights, config.caption_columns
+    weights = config.caption_weights
+    columns = config.caption_columns
     if weights and len(weights) != len(columns) and not source.faulty_keys & {"caption_column", "caption_weights"}:
         problem = f"{len(weights)} weights for {len(columns)} columns of captions"
         yield Fault(file, key("caption_weights"), problem, hint="give one for each entry of caption_column")
     values = {**defaults, **own}
     if source.faulty_keys & {"shuffle_tags", "cache_shuffle_num", "cache_shuffle_delimiter"}:
         return
-    tags, num = values.get("shuffle_tags"), values.get("cache_shuffle_num")
+    tags = values.get("shuffle_tags")
+    num = values.get("cache_shuffle_num")
     delimiter = values.get("cache_shuffle_delimiter")
     for name in ("keep_tokens", "tag_dropout"):
         if values.get(name) and not tags and not num:
-            problem, hint = "has no effect without shuffle_tags or cache_shuffle_num", "write shuffle_tags = true"
+            problem = "has no effect without shuffle_tags or cache_shuffle_num"
+            hint = "write shuffle_tags = true"
             yield Fault(file, key(name), problem, value=format_value(values[name]), hint=hint)
     if num and not tags and delimiter is None:
         problem = "nothing defines how captions are split"

@@ -87,7 +87,8 @@ class ModelSize:
 
     def linear_layers(self) -> dict[str, Shape]:
         """Return name -> shape of every linear layer."""
-        width, embed = self.width, "time_text_embed."
+        width = self.width
+        embed = "time_text_embed."
         layers = {
             f"{embed}timestep_embedder.linear_1": (256, width),
             f"{embed}timestep_embedder.linear_2": (width, width),
@@ -102,7 +103,9 @@ class ModelSize:
 
     def _block(self, number: int) -> dict[str, Shape]:
         """Return the linear layers of a block; the last one has no text output, so no text feed-forward and gates."""
-        width, last, dual = self.width, number == self.num_layers - 1, number in self.dual_attention_layers
+        width = self.width
+        last = number == self.num_layers - 1
+        dual = number in self.dual_attention_layers
         square = (width, width)
         layers = {
             "norm1.linear": (width, (9 if dual else 6) * width),
@@ -118,7 +121,8 @@ class ModelSize:
 
 @cache  # the memory formulas ask for it thousands of times
 def _layer_parameters(size: ModelSize) -> tuple[int, ...]:
-    patch, norms = size.patch_size**2 * size.latent_channels, 2 * size.head_dim if size.qk_norm else 0
+    patch = size.patch_size**2 * size.latent_channels
+    norms = 2 * size.head_dim if size.qk_norm else 0
     streams = [3 if number in size.dual_attention_layers else 2 for number in range(size.num_layers)]
     counts = [(patch + 1) * size.width, *(norms * count for count in streams), 0]
     for name, (inputs, outputs) in size.linear_layers().items():

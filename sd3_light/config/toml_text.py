@@ -13,7 +13,8 @@ from sd3_light.config.toml_file import parse_value
 
 _PART = re.compile(r"[ \t]*(?:([A-Za-z0-9_-]+)|\"((?:[^\"\\\n]|\\.)*)\"|'([^'\n]*)')[ \t]*(\.?)")
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
-_OPENING, _CLOSING = "[{", "]}"
+_OPENING = "[{"
+_CLOSING = "]}"
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,9 @@ def toml_entries(text: str) -> list[TomlEntry]:
 
 def _entries(text: str) -> Iterator[TomlEntry]:
     counts: dict[str, int] = {}
-    prefix, position, line = "", 0, 1
+    prefix = ""
+    position = 0
+    line = 1
     while position < len(text):
         end = _line_end(text, position)
         stripped = text[position:end].lstrip()
@@ -89,7 +92,8 @@ def _header(line: str, counts: dict[str, int]) -> str:
 
 def _value_end(text: str, position: int) -> int:
     """Return where a value ends: at the end of its line or before a comment, but after what it has opened."""
-    depth, last = 0, position
+    depth = 0
+    last = position
     while position < len(text):
         letter = text[position]
         if letter in "\"'":

@@ -143,10 +143,13 @@ def _errors(schema: type[Table], raw: dict[str, Any], base: Path) -> Iterator[Er
 def _locate(schema: type[Table], loc: Sequence[int | str], table: str) -> _ErrorLocation:
     current: type[Table] | None = schema
     annotation: Any = None
-    key, path, in_list = "", [], False
+    key = ""
+    path = []
+    in_list = False
     for part in loc:
         if isinstance(part, int):
-            key, in_list = f"{key}[{part}]", True
+            key = f"{key}[{part}]"
+            in_list = True
             annotation = element_type(annotation, part)
         elif current is None:
             break  # pydantic's label inside a union, not a key of the file
@@ -168,7 +171,8 @@ def _remove(raw: dict[str, Any], path: tuple[str, ...]) -> None:
 
 
 def _fault(error: ErrorDetails, location: _ErrorLocation, file_kind: str, file: str, prefix: str) -> Fault:
-    key, name = prefix + location.key, location.key.rpartition(".")[2]
+    key = prefix + location.key
+    name = location.key.rpartition(".")[2]
     is_unknown = error["type"] == "extra_forbidden"
     value = format_value(error["input"], name, known_key=not is_unknown)
     if is_unknown:
@@ -236,7 +240,8 @@ def suggest_key(file_kind: str, table: str, name: str) -> str | None:
 
 def _closest(name: str, options: Sequence[str], cutoff: float = 0.6) -> str | None:
     """Return the option nearest to a mistyped name, the first of equally near ones; None if there is none."""
-    best, likeness = None, cutoff
+    best = None
+    likeness = cutoff
     matcher = SequenceMatcher(None, "", name)
     for option in options:
         matcher.set_seq1(option)
@@ -244,13 +249,15 @@ def _closest(name: str, options: Sequence[str], cutoff: float = 0.6) -> str | No
         if matcher.real_quick_ratio() >= likeness and matcher.quick_ratio() >= likeness:
             ratio = matcher.ratio()
             if ratio > likeness or (best is None and ratio == likeness):
-                best, likeness = option, ratio
+                best = option
+                likeness = ratio
     return best
 
 
 def looks_like(raw: Mapping[str, Any]) -> str | None:
     """Return the kind of file that a TOML is by its tables, or None if they do not show it."""
-    is_dataset, is_train = "directory" in raw, any(key in raw for key in ("dataset", "model", "optimizer"))
+    is_dataset = "directory" in raw
+    is_train = any(key in raw for key in ("dataset", "model", "optimizer"))
     return None if is_dataset == is_train else "dataset" if is_dataset else "train"
 
 

@@ -20,7 +20,10 @@ from hashlib import blake2b
 from itertools import zip_longest
 from typing import Any
 
-CAPTION, IMAGE, MASK, REJECTED = "caption", "image", "mask", "rejected"
+CAPTION = "caption"
+IMAGE = "image"
+MASK = "mask"
+REJECTED = "rejected"
 OPTIONAL = (MASK, REJECTED)
 """What some shards of a cache may lack."""
 TEACHER = "teacher"
@@ -31,7 +34,8 @@ MOST_REFERENCES = 8
 """As in the config."""
 MASK_FACTOR = 8
 """The side in pixels of what a value of a mask stands for, unless its column says otherwise: a VAE's usual factor."""
-ROWS, START = ".tokens", ".start"
+ROWS = ".tokens"
+START = ".start"
 """Suffixes of a ragged column's tensors: the rows of all captions, and the first row of each."""
 INDEX = ("sample_id", "caption_start", "caption")
 """The tensors of a shard that are not columns, int64: ids [n], each sample's first caption [n + 1], and which distinct
@@ -137,7 +141,8 @@ class Column:
         ``parts`` has a hash of each subfolder, ``more_settings`` those that a family does not declare. Caches store
         the fingerprints of the columns of `SMALLEST`, which are the same for all buckets.
         """
-        used, settings = {name: parts[name] for name in self.parts}, {**self.settings, **more_settings}
+        used = {name: parts[name] for name in self.parts}
+        settings = {**self.settings, **more_settings}
         facts = [self.name, self.reads, self.dtype, self.shape, self.ragged, used, settings]
         return blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
 

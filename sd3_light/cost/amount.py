@@ -28,5 +28,6 @@ def format_flops(count: float) -> str:
 def _in_unit(value: float, base: int, units: Sequence[str]) -> str:
     index = 0
     while value >= base and index < len(units) - 1:
-        value, index = value / base, index + 1
+        value = value / base
+        index = index + 1
     return f"{value:.3g} {units[index]}" if value < 1000 else f"{value:,.0f} {units[index]}"

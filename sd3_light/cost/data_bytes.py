@@ -39,7 +39,8 @@ def _bytes_of(columns: Sequence[Column]) -> Amount:
 
 def sample_bytes(columns: Sequence[Column], captions: int = 1, variants: int = 1, mask: bool = False) -> Amount:
     """Return the cache bytes of one sample, without its fingerprint in the Arrow file (a few hundred bytes)."""
-    image, caption = image_bytes(columns, variants, mask), caption_bytes(columns)
+    image = image_bytes(columns, variants, mask)
+    caption = caption_bytes(columns)
     value = image.value + captions * caption.value
     return Amount(value, f"{image.formula} + {captions} caption{'s' if captions != 1 else ''}·{caption.formula}")
 
@@ -54,7 +55,8 @@ def batch_bytes(prepared: Sequence[Column], batch: int, mask: bool = False) -> A
 
     Samples add their time and the lengths of ragged columns.
     """
-    image, caption = image_bytes(prepared, mask=mask), caption_bytes(prepared)
+    image = image_bytes(prepared, mask=mask)
+    caption = caption_bytes(prepared)
     value = batch * (image.value + caption.value + 4 + 8 * sum(column.ragged for column in prepared))
     return Amount(value, f"{at_most(prepared)}B·({image.formula} + {caption.formula})")
 
@@ -107,7 +109,9 @@ def loader_bytes(prepared: Amount, workers: int, prefetch: int, reader: ReaderMe
     It holds the prefetched micro-batches, those of the step ``in_use`` and one being copied to a device; each process
     that prepares them adds that of a ``reader``.
     """
-    preparers, in_copy, own = max(1, workers), int(workers > 0), reader.amount()
+    preparers = max(1, workers)
+    in_copy = int(workers > 0)
+    own = reader.amount()
     batches = workers * prefetch + in_use + in_copy
     formula = (
         f"({workers} workers·{prefetch} prefetched + {in_use} in use + {in_copy} in copy)·micro-batch + "

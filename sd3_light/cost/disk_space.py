@@ -31,8 +31,10 @@ class RunSteps:
 
 def run_disk(train: TrainConfig, setup: TrainingSetup, steps: RunSteps) -> tuple[int, str]:
     """Return the most bytes that a run's checkpoints and exports take at a time, and a text with their numbers."""
-    checkpoint, export = _checkpoint_bytes(setup), export_bytes(train, setup)
-    checkpoints, exports = _num_checkpoints(train, steps), _num_exports(train, steps)
+    checkpoint = _checkpoint_bytes(setup)
+    export = export_bytes(train, setup)
+    checkpoints = _num_checkpoints(train, steps)
+    exports = _num_exports(train, steps)
     total = checkpoints * checkpoint + exports * export
     parts = f"{plural(checkpoints, 'checkpoint')} of {format_bytes(checkpoint)}"
     parts += f", {plural(exports, 'export')} of {format_bytes(export)}"

@@ -61,7 +61,8 @@ def _extended(cuts: Sequence[_Cut], sums: Sequence[int], stop: int) -> _Cut:
     best = _NO_CUT
     for start in range(stop):
         last = sums[stop] - sums[start]
-        largest, smallest = max(cuts[start].largest, last), min(cuts[start].smallest, last)
+        largest = max(cuts[start].largest, last)
+        smallest = min(cuts[start].smallest, last)
         if largest - smallest <= best.spread:
             best = _Cut(largest - smallest, largest, smallest, start)
     return best

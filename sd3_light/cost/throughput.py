@@ -80,7 +80,8 @@ def training_seconds(
     ``blocks`` are named by `measured_blocks`, ``graphs``: they are recorded. Several GPUs are assumed to scale
     linearly, which was not measured.
     """
-    speed, peak = measured_speed(device_name, blocks), peak_flops(device_name, "bfloat16")
+    speed = measured_speed(device_name, blocks)
+    peak = peak_flops(device_name, "bfloat16")
     if speed is None or peak is None:
         return None
     block_seconds = _GRAPH_BLOCK_SECONDS if graphs else speed.block_seconds

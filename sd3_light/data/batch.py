@@ -52,7 +52,8 @@ def read_batch(
     the batch, ``mask`` if any shard has masks, and with ``lengths`` the rows ``NAME.length`` of ragged columns.
     """
     counts = np.array([[count for _, count in row.offsets.ragged] for row in rows])
-    ragged, masks = rows[0].reader.ragged, _mask_column(rows)
+    ragged = rows[0].reader.ragged
+    masks = _mask_column(rows)
     layout = _layout(rows, counts.max(axis=0).tolist(), masks, lengths)
     memory = allocate(layout.nbytes)
     _read_rows(rows, order, layout, memory.numpy().data)
@@ -84,7 +85,9 @@ def _mask_column(rows: Sequence[BatchRow]) -> Column | None:
 
 
 def _layout(rows: Sequence[BatchRow], longest: Sequence[int], masks: Column | None, lengths: bool) -> _BatchLayout:
-    count, first, layout = len(rows), rows[0].reader, _BatchLayout()
+    count = len(rows)
+    first = rows[0].reader
+    layout = _BatchLayout()
     layout.add("sample_id", torch.int64, count)
     for column in (*first.fixed, *(() if masks is None else (masks,))):
         layout.add(column.name, getattr(torch, column.dtype), count, *column.shape)
@@ -97,12 +100,14 @@ def _layout(rows: Sequence[BatchRow], longest: Sequence[int], masks: Column | No
 
 def _read_rows(rows: Sequence[BatchRow], order: Sequence[int], layout: _BatchLayout, memory: memoryview) -> None:
     """Read all tensors that come from files."""
-    reader, masks = rows[0].reader, _mask_column(rows)
+    reader = rows[0].reader
+    masks = _mask_column(rows)
     fixed = [layout.row(column.name) for column in reader.fixed]
     ragged = [(*layout.row(c.name), math.prod(c.row_shape) * c.item_bytes) for c in reader.ragged]
     mask, mask_bytes = (0, 0) if masks is None else layout.row(masks.name)
     for number in order:
-        read, offsets = rows[number].reader.read, rows[number].offsets
+        read = rows[number].reader.read
+        offsets = rows[number].offsets
         for offset, (first, nbytes) in zip(offsets.fixed, fixed, strict=True):
             start = first + number * nbytes
             read(memory[start : start + nbytes], offset)

@@ -95,7 +95,9 @@ class Member:
 
         Equal images of other samples have the same.
         """
-        row, bucket, version = self.row, str(self.bucket), str(PREPROCESS_VERSION)
+        row = self.row
+        bucket = str(self.bucket)
+        version = str(PREPROCESS_VERSION)
         size = f"{row.width}x{row.height}"  # of the image, which the mask is cropped with
         contents = {
             IMAGE: (row.digest, bucket, str(self.flip), version),
@@ -148,7 +150,8 @@ class CachePlan:
     """All units of a dataset. The samples of a unit are read from the catalogue on request."""
 
     def __init__(self, path: Path, catalogue: Catalogue, listings: Sequence[Listing]) -> None:
-        self.path, self._catalogue = path, catalogue
+        self.path = path
+        self._catalogue = catalogue
         self._sources = {listing.source.label: listing.source for listing in listings}
         self._parts = [part for listing in listings for part in listing.parts]
         self._directories = [listing.source.directory for listing in listings for _ in listing.parts]
@@ -169,7 +172,8 @@ class CachePlan:
             batch = self._file.get_batch(number)
             rows = batch.select(["file", "label", "size", "resolution", "flip", "fingerprint", "count"]).to_pylist()
             for index, row in enumerate(rows):
-                bucket, resolution = Bucket(*row.pop("size")), tuple(row.pop("resolution"))
+                bucket = Bucket(*row.pop("size"))
+                resolution = tuple(row.pop("resolution"))
                 yield Unit(number=self._starts[-1] + index, bucket=bucket, resolution=resolution, **row)
             self._starts.append(self._starts[-1] + len(rows))
 
@@ -183,7 +187,8 @@ class CachePlan:
 
     def members(self, unit: Unit) -> list[Member]:
         """Return the samples of a unit, in order."""
-        positions, directory = self._column(unit, "places"), self.source(unit).directory
+        positions = self._column(unit, "places")
+        directory = self.source(unit).directory
         members: list[Member] = []
         for part in dict.fromkeys((positions // PART_ROWS).tolist()):
             numbers = (positions[positions // PART_ROWS == part] % PART_ROWS).tolist()
@@ -307,7 +312,9 @@ class _Planner:
     def __init__(
         self, catalogue: Catalogue, contents: str, shard_size: int, show_progress: "ShowProgress | None" = None
     ) -> None:
-        self._catalogue, self._contents, self._shard_size = catalogue, contents, shard_size
+        self._catalogue = catalogue
+        self._contents = contents
+        self._shard_size = shard_size
         self._show_progress = show_progress
         self._counts = PlanCounts()
         self._duplicates: TextIO
@@ -405,7 +412,8 @@ def _comparison_bar(listings: Sequence[Listing], show: "ShowProgress | None") ->
 
 
 def _finish_unit(source: Source, key: _UnitKey, unit: Sequence[_Placed], contents: str) -> dict[str, Any]:
-    (resolution, bucket), flip = key, source.directory.flip
+    resolution, bucket = key
+    flip = source.directory.flip
     positions, ids, fingerprints = zip(*unit, strict=True)
     fingerprint = digest_of(*fingerprints, str(bucket), str(flip), contents)
     return {

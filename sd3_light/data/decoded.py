@@ -20,7 +20,8 @@ from sd3_light.sources.preprocess import PREPROCESS_VERSION, Pixels
 from sd3_light.sources.records import Rejects, reject_line
 from sd3_light.sources.workers import WorkerPool
 
-_SHARD, _BATCH = 1024, 32
+_SHARD = 1024
+_BATCH = 32
 _MIN_FOR_WORKERS = 500  # images; fewer are read sooner than processes start
 
 

@@ -48,7 +48,8 @@ class LoadTimes:
     @contextmanager
     def measuring(self, part: Literal["read", "prepare"]) -> Iterator[None]:
         """Measure the block."""
-        wall, cpu = time.perf_counter(), time.thread_time()
+        wall = time.perf_counter()
+        cpu = time.thread_time()
         yield
         self.add(LoadTimes(**{part: time.perf_counter() - wall, f"{part}_cpu": time.thread_time() - cpu}))
 
@@ -76,8 +77,11 @@ class _PreparedItems(Dataset[Any]):
         prepare: Callable[[CachedBatch], Any],
         into: Callable[[CachedBatch, AllocateTensor], Any] | None,
     ) -> None:
-        self.dataset, self.prepare, self._into = dataset, prepare, into
-        self.pool, self.times = SlotPool(0), LoadTimes()
+        self.dataset = dataset
+        self.prepare = prepare
+        self._into = into
+        self.pool = SlotPool(0)
+        self.times = LoadTimes()
         self._scratch = new_buffer(0)
         self._reads_to_slot = False  # whether prepared batches contain tensors that were read
 
@@ -103,7 +107,8 @@ class _PreparedItems(Dataset[Any]):
     def _prepare_in_worker(self, item: int, slot: int | None) -> Any:
         if slot is None:  # batches are sent in the background, so each needs its own memory
             return self.prepare(self._read(item, new_buffer))
-        packer, times = Packer(self.pool, slot), LoadTimes()
+        packer = Packer(self.pool, slot)
+        times = LoadTimes()
         # data that ends up in the prepared batch is read into the slot, other data into memory that is reused
         with times.measuring("read"):
             batch = self._read(item, packer.allocate if self._reads_to_slot else self._scratch_memory)
@@ -129,10 +134,12 @@ class _Tickets:
     """Yields each item with a slot that is free at that moment. `remaining` yields the items that did not arrive."""
 
     def __init__(self, items: Iterable[int], prepared: _PreparedItems) -> None:
-        self.items, self.prepared = items, prepared
+        self.items = items
+        self.prepared = prepared
 
     def __iter__(self) -> Iterator[Ticket]:
-        self._rest, self._requested = iter(self.items), deque[int]()
+        self._rest = iter(self.items)
+        self._requested = deque[int]()
         return self._tickets()
 
     def _tickets(self) -> Iterator[Ticket]:
@@ -177,7 +184,8 @@ class PipelineDataLoader:
         slot_bytes: int = 0,
         on_lost_worker: OnLostWorker | None = None,
     ) -> None:
-        self.engine, self._pin = engine, pin
+        self.engine = engine
+        self._pin = pin
         self._on_lost_worker = on_lost_worker
         self._slot_bytes = slot_bytes if num_dataloader_workers else 0  # otherwise slots hold what was read
         self.gradient_accumulation_steps = gradient_accumulation_steps
@@ -298,5 +306,6 @@ def _worker_exit_error(worker: Any) -> UserError:
 
 def _shares_memory(value: Any, memory: Tensor) -> bool:
     """Return whether any tensor of a prepared micro-batch is in ``memory``."""
-    start, end = memory.data_ptr(), memory.data_ptr() + len(memory)
+    start = memory.data_ptr()
+    end = memory.data_ptr() + len(memory)
     return any(start <= tensor.data_ptr() < end for tensor in tensors_in(value))

@@ -36,13 +36,15 @@ REJECTED = "rejected: "
 DUPLICATES = {"keep": "duplicates kept", "drop": "duplicates dropped", "similar": "similar dropped"}
 """A manifest's counts of images that are equal or similar to an earlier one; absent if there are none."""
 
-REJECTS_FILE, DUPLICATES_FILE = "rejects.jsonl", "duplicates.jsonl"
+REJECTS_FILE = "rejects.jsonl"
+DUPLICATES_FILE = "duplicates.jsonl"
 """Lists beside the manifest, one JSON object per line."""
 
 HELD_OUT = "held out"
 """A manifest's count of images that are held out for validation; absent if the dataset is not divided."""
 
-UNMATCHED, EXCLUDED = "unmatched", "excluded"
+UNMATCHED = "unmatched"
+EXCLUDED = "excluded"
 """A manifest's counts of samples that do not match `where` and that `exclude` lists; absent if there are none."""
 
 
@@ -70,7 +72,8 @@ class Manifest:
 
     def too_large(self, processes: int = 1) -> str | None:
         """Return why the cache does not fit into memory for each of ``processes`` (law 10); None if it does."""
-        nbytes, free = self.nbytes, available_memory()
+        nbytes = self.nbytes
+        free = available_memory()
         if free is None or nbytes * processes <= LARGEST_SHARE * free:
             return None
         copies = f", {processes} times on this machine," if processes > 1 else ""
@@ -121,7 +124,8 @@ class Manifest:
                     f"{where} has format {content['format']}, this version reads {CACHE_FORMAT}; `sd3-light cache "
                     "CONFIG` encodes it again"
                 )
-            listed, empty = content["shards"], content["empty"]
+            listed = content["shards"]
+            empty = content["empty"]
             if isinstance(listed, list):
                 shards: Sequence[ShardEntry] = tuple(map(_require_entry, listed))
             else:
@@ -216,7 +220,8 @@ def _as_entry(item: dict[str, Any]) -> Any:
 
 def _require_types(item: dict[str, Any]) -> None:
     """Raise a ValueError unless the fields of an entry have their types and the file is inside the cache."""
-    texts, numbers = (item["directory"], item["sha256"], item["fingerprint"]), (item["count"], item["bytes"])
+    texts = (item["directory"], item["sha256"], item["fingerprint"])
+    numbers = (item["count"], item["bytes"])
     sides = item["resolution"]
     valid = all(isinstance(text, str) for text in texts) and all(type(n) is int and n >= 0 for n in numbers)
     valid = valid and isinstance(sides, list) and len(sides) == 2 and all(type(side) is int for side in sides)

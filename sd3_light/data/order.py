@@ -36,7 +36,8 @@ _STEP = 0x9E3779B97F4A7C15  # of splitmix64; odd, so that its multiples are all 
 
 def permute(positions: Indices, sizes: Indices, keys: Words) -> Indices:
     """Return the items at some positions of keyed permutations of ``range(size)``, without computing the others."""
-    values, bounds = positions.astype(np.uint64), sizes.astype(np.uint64)
+    values = positions.astype(np.uint64)
+    bounds = sizes.astype(np.uint64)
     side = np.ceil(np.sqrt(sizes)).astype(np.uint64)
     round_keys = _hash(keys, np.arange(_ROUNDS)[:, None])
     values = _network(values, side, round_keys)
@@ -239,7 +240,8 @@ class Order:
         epoch, number = divmod(step, self.steps_per_epoch)
         if len(self.buckets) == 1:
             return epoch, 0, number
-        counts, slack = self._counts, len(self._counts) + 1
+        counts = self._counts
+        slack = len(self._counts) + 1
         pace = counts / self.steps_per_epoch
         low = np.clip(np.floor((number - slack) * pace).astype(np.int64) - 1, 0, counts)
         high = np.clip(np.ceil((number + slack) * pace).astype(np.int64) + 1, 0, counts)
@@ -258,7 +260,8 @@ class Order:
     def picks(self, step: int, start: int = 0, stop: int | None = None) -> Picks:
         """Return the samples ``start`` to ``stop`` of the global batch of ``step``."""
         epoch, bucket, batch = self.position(step)
-        plan, table = self.buckets[bucket], self._table(epoch, bucket)
+        plan = self.buckets[bucket]
+        table = self._table(epoch, bucket)
         positions = batch * plan.batch + np.arange(start, plan.batch if stop is None else stop, dtype=np.int64)
         lap, positions = np.divmod(positions, plan.length)  # lap > 0: padding
         key = _key(self.seed, "samples", epoch, bucket)
@@ -266,7 +269,8 @@ class Order:
         shuffled = permute(offset, np.minimum(plan.span, plan.length - window * plan.span), _hash(key, window))
         positions = window * plan.span + shuffled
         block = np.searchsorted(table.starts, positions, side="right") - 1
-        segment, rounds = table.segment[block], table.rounds[block]
+        segment = table.segment[block]
+        rounds = table.rounds[block]
         # rows are shuffled too: a fractional repeat takes other rows each epoch, and a window's edge splits a shard at
         # random
         index = permute(positions - table.starts[block], plan.sizes[segment], _hash(key, segment, rounds))
@@ -298,10 +302,13 @@ class Order:
         lap = (windows.origin + start) // plan.length * plan.length
         parts = []
         for number in range(windows.first, windows.last + 1):
-            low, high, margin = start / plan.batch, stop / plan.batch, plan.batch**-0.5
+            low = start / plan.batch
+            high = stop / plan.batch
+            margin = plan.batch**-0.5
             if plan.batch > plan.span:
                 edges = plan.window_edges(lap + number * plan.span)
-                first, last = max(edges[0], windows.origin), min(edges[1], windows.origin + plan.batch)
+                first = max(edges[0], windows.origin)
+                last = min(edges[1], windows.origin + plan.batch)
                 low, high = ((windows.origin + at - first) / (last - first) for at in (start, stop))
                 margin = 0.0 if (first, last) == edges else (last - first) ** -0.5
             parts.append(self._segments_between(windows, number, low - margin, high + margin))
@@ -309,7 +316,8 @@ class Order:
 
     def _segments_between(self, windows: WindowRange, number: int, low: float, high: float) -> Indices:
         """Return the segments between two shares of a window's samples, sorted by segment."""
-        table, plan = self._table(windows.epoch, windows.bucket), self.buckets[windows.bucket]
+        table = self._table(windows.epoch, windows.bucket)
+        plan = self.buckets[windows.bucket]
         edges = plan.window_edges(number * plan.span)
         first = int(np.searchsorted(table.starts, edges[0], side="right")) - 1
         last = int(np.searchsorted(table.starts, edges[1], side="left"))
@@ -336,20 +344,23 @@ class Order:
         plan = self.buckets[bucket]
         first = (batch + 1) * plan.batch
         if first >= plan.length:
-            epoch, first = epoch + 1, 0
+            epoch = epoch + 1
+            first = 0
         is_long = plan.batch > plan.span
         last = first + (stop or plan.batch if is_long else plan.span)
         return replace(self._windows(epoch, bucket, first + is_long * start, last), origin=first)
 
     def _windows(self, epoch: int, bucket: int, first: int, last: int) -> WindowRange:
         """Return the windows of the positions ``first`` to ``last``; padding starts again at the epoch's beginning."""
-        length, span = self.buckets[bucket].length, self.buckets[bucket].span
+        length = self.buckets[bucket].length
+        span = self.buckets[bucket].span
         start = first // length * length
         return WindowRange(epoch, bucket, (first - start) // span, (min(last - start, length) - 1) // span)
 
     def segments_in(self, windows: WindowRange) -> Indices:
         """Return the segments of a range of windows."""
-        table, span = self._table(windows.epoch, windows.bucket), self.buckets[windows.bucket].span
+        table = self._table(windows.epoch, windows.bucket)
+        span = self.buckets[windows.bucket].span
         edges = [windows.first * span, (windows.last + 1) * span - 1]
         start, stop = np.searchsorted(table.starts[:-1], edges, side="right") - 1
         return np.unique(table.segment[start : stop + 1])

@@ -32,7 +32,9 @@ class TensorSpan:
     """The position of a tensor in its file."""
 
     def __init__(self, tensor: StoredTensor) -> None:
-        self.shape, self.nbytes, self.offset = tensor.shape, tensor.nbytes, tensor.spans[0].start
+        self.shape = tensor.shape
+        self.nbytes = tensor.nbytes
+        self.offset = tensor.spans[0].start
         self.row_bytes = math.prod(tensor.shape[1:]) * DTYPES[tensor.dtype].itemsize
 
 
@@ -59,7 +61,8 @@ class ShardReader:
     """
 
     def __init__(self, path: Path, entry: ShardEntry) -> None:
-        self.path, self.entry = path, entry
+        self.path = path
+        self.entry = entry
         self.kept: NDArray[np.int64] | None = None
         self._file = regular_handle(path, os.O_RDONLY)
         self.close = weakref.finalize(self, os.close, self._file)
@@ -93,7 +96,8 @@ class ShardReader:
         _expect(about["fingerprint"] == self.entry.fingerprint, "its fingerprint differs")
         _expect("columns" in about, "its metadata does not declare its columns")
         columns = stored_columns(tensors, about)
-        self.fingerprints, self.vae_dtype = stored_fingerprints(about), str(about.get("vae_dtype", "float32"))
+        self.fingerprints = stored_fingerprints(about)
+        self.vae_dtype = str(about.get("vae_dtype", "float32"))
         return {name: TensorSpan(tensor) for name, tensor in tensors.items()}, columns
 
     def _with_longest(self, column: Column) -> Column:
@@ -121,10 +125,12 @@ class ShardReader:
         self.num_distinct = distinct.pop() if distinct else int(self.index["caption"].max(initial=-1)) + 1
 
     def _check_index(self) -> None:
-        starts, captions = self.index["caption_start"], self.index["caption"]
+        starts = self.index["caption_start"]
+        captions = self.index["caption"]
         _expect(_is_rising(starts, len(captions), 1), "its caption counts are inconsistent")
         for column in self.ragged:
-            first_rows, end = self.index[column.tensors[1]], self.fields[column.tensors[0]].shape[0]
+            first_rows = self.index[column.tensors[1]]
+            end = self.fields[column.tensors[0]].shape[0]
             _expect(_is_rising(first_rows, end, 0), f"{column.name}: its token counts are inconsistent")
         in_range = int(captions.min()) >= 0 and int(captions.max()) < self.num_distinct
         _expect(in_range, "a caption index is out of range")

@@ -82,14 +82,16 @@ class ResidentCache:
         if problem := _too_large(data.manifest, device, processes):
             raise CacheTooLarge(problem)
         empty = data.empty_text()
-        self.device, self.pick_captions = device, data.pick_captions
+        self.device = device
+        self.pick_captions = data.pick_captions
         self.buckets = [_load_bucket(data, bucket.shards, empty, device) for bucket in data.buckets]
 
 
 def _too_large(manifest: Manifest, device: torch.device, processes: int) -> str | None:
     if device.type != "cuda":
         return manifest.too_large(processes)
-    nbytes, free = manifest.nbytes, torch.cuda.mem_get_info(device)[0]
+    nbytes = manifest.nbytes
+    free = torch.cuda.mem_get_info(device)[0]
     if nbytes <= LARGEST_SHARE * free:
         return None
     return (
@@ -102,7 +104,10 @@ class ResidentPicks(Dataset[Picks]):
     """A rank's micro-batches by number, as picks: item ``step * micro_batches + micro``."""
 
     def __init__(self, order: Order, rank: int, world: int, micro_batches: int, by_segment: bool = False) -> None:
-        self.order, self.rank, self.world, self.micro_batches = order, rank, world, micro_batches
+        self.order = order
+        self.rank = rank
+        self.world = world
+        self.micro_batches = micro_batches
         self.by_segment = by_segment
 
     def __getitem__(self, item: int) -> Picks:
@@ -194,7 +199,9 @@ class _ShardSize:
     """The columns of a shard, and how many rows they have."""
 
     def __init__(self, reader: ShardReader) -> None:
-        self.count, self.variants, self.has_mask = reader.entry.count, reader.num_variants, reader.mask is not None
+        self.count = reader.entry.count
+        self.variants = reader.num_variants
+        self.has_mask = reader.mask is not None
         self.rows = {column: _num_rows(reader, column) for column in reader.columns}
 
 

@@ -18,7 +18,8 @@ class ShardPrefetcher:
     """
 
     def __init__(self, fetch: Callable[[ShardEntry], None], num_threads: int) -> None:
-        self._fetch, self._num_threads = fetch, num_threads
+        self._fetch = fetch
+        self._num_threads = num_threads
         self._waiting: deque[ShardEntry] = deque()
         self.threads: list[threading.Thread] = []
 

@@ -38,7 +38,8 @@ class ShardEntry:
 
 ENTRY_FIELDS = frozenset(field.name for field in fields(ShardEntry))
 
-_TEXT, _NAME = pa.large_string(), pa.dictionary(pa.int32(), pa.string())
+_TEXT = pa.large_string()
+_NAME = pa.dictionary(pa.int32(), pa.string())
 _SCHEMA = pa.schema(
     {
         "file": _TEXT,
@@ -92,7 +93,8 @@ class ShardTable(Sequence[ShardEntry]):
 
     def _require_valid(self) -> None:
         """Raise a ValueError for missing values, files elsewhere, impossible numbers, or rows that are not sorted."""
-        files, rows = self._rows["file"], self._rows
+        files = self._rows["file"]
+        rows = self._rows
         if (
             any(column.null_count for column in rows.columns)
             or pc.any(pc.match_substring_regex(files, r"[/\\\x00]")).as_py()
@@ -156,7 +158,8 @@ class ShardTable(Sequence[ShardEntry]):
     def __iter__(self) -> Iterator[ShardEntry]:
         for start in range(0, len(self), _CHUNK):
             for row in self._rows.slice(start, _CHUNK).to_pylist():
-                sides, digest = (row.pop("width"), row.pop("height")), row.pop("sha256").hex()
+                sides = (row.pop("width"), row.pop("height"))
+                digest = row.pop("sha256").hex()
                 yield ShardEntry(resolution=sides, sha256=digest, **row)
 
 

@@ -74,7 +74,8 @@ class SlotPool:
     """
 
     def __init__(self, count: int, pin: Pin | None = None, capacity: int = 0) -> None:
-        self._pin, self._trainer = pin, os.getpid()
+        self._pin = pin
+        self._trainer = os.getpid()
         self._files = [os.memfd_create("sd3-light-batch", os.MFD_CLOEXEC) for _ in range(count)]
         self._free: deque[int] = deque(range(count))
         self._maps: dict[int, NDArray[np.uint8]] = {}
@@ -135,7 +136,8 @@ class Packer:
     """Puts values into one slot. Tensors that `allocate` or `empty` created there are not copied."""
 
     def __init__(self, pool: SlotPool, slot: int) -> None:
-        self._pool, self._slot = pool, slot
+        self._pool = pool
+        self._slot = slot
         self._blocks: list[tuple[Tensor, int]] = []  # (memory, offset); held so that no address is reused
         self._end = 0
 

@@ -35,7 +35,10 @@ FEWEST = 2
 RECORD = "sides.arrow"
 """File of a catalogue with the side of every image that was ever in it."""
 
-_UNKNOWN, TRAIN, VALIDATION, UNUSED = -1, 0, 1, 2
+_UNKNOWN = -1
+TRAIN = 0
+VALIDATION = 1
+UNUSED = 2
 SideCodes = NDArray[np.int8]
 
 
@@ -49,7 +52,8 @@ class ImageSplit:
 
     def sentence(self) -> str:
         """Return how many images are held out."""
-        held, total = len(self.validation), self.images
+        held = len(self.validation)
+        total = self.images
         if not held:
             return f"none of {total:,} images can be held out: too few are different from the others"
         unused = f"; {len(self.unused):,} that resemble held-out ones are not used" if self.unused else ""
@@ -185,7 +189,8 @@ class Decisions:
 
         A new copy of an image that is still there is unknown: it needs room on that side.
         """
-        content, key = self.sides(by_content), self.sides(by_key)
+        content = self.sides(by_content)
+        key = self.sides(by_key)
         is_copy = (key == _UNKNOWN) & np.isin(by_content, by_content[key != _UNKNOWN])
         known = np.where((content == _UNKNOWN) | (key == UNUSED), key, content)
         return np.where(is_copy, _UNKNOWN, known).astype(np.int8)

@@ -81,7 +81,8 @@ class CachedDataset:
         columns: Callable[[Bucket], Sequence[Column]] | None = None,
         side: Side = "all",
     ) -> None:
-        self.store, self.manifest = store, store.manifest
+        self.store = store
+        self.manifest = store.manifest
         self.side: Side = side
         self._declared = columns
         self._columns: dict[str, Sequence[Column]] = {}
@@ -140,7 +141,8 @@ class CachedDataset:
         return {"mask": None, **tensors, "epoch": epoch, "repeat": torch.from_numpy(picks.repeat)}
 
     def _rows(self, picks: Picks, seed: int) -> list[BatchRow]:
-        shards, segments = self.buckets[picks.bucket].shards, picks.segment.tolist()
+        shards = self.buckets[picks.bucket].shards
+        segments = picks.segment.tolist()
         needed = sorted(set(segments))
         by_segment = dict(zip(needed, self.readers([shards[segment] for segment in needed]), strict=True))
         sources = [
@@ -206,7 +208,8 @@ class CachedDataset:
     def new_reader(self, entry: ShardEntry) -> ShardReader:
         """Open a shard without hashing it. Raises a UserError if its columns are not those of the cache."""
         reader = open_shard(self.store, entry, lambda path: ShardReader(path, entry))
-        known, bucket = self._columns, entry.bucket
+        known = self._columns
+        bucket = entry.bucket
         if bucket not in known:
             for columns in list(known.values())[:1]:
                 reader.require(columns, same_bucket=False)
@@ -251,8 +254,12 @@ class MicroBatches(InPlaceDataset):
     def __init__(
         self, data: CachedDataset, order: Order, rank: int, world: int, micro_batches: int, by_segment: bool = False
     ) -> None:
-        self.data, self.order = data, order
-        self.rank, self.world, self.micro_batches, self.by_segment = rank, world, micro_batches, by_segment
+        self.data = data
+        self.order = order
+        self.rank = rank
+        self.world = world
+        self.micro_batches = micro_batches
+        self.by_segment = by_segment
         # the steps of all buckets interleave, and neighbouring steps need the same windows
         self._prefetched: deque[WindowRange] = deque(maxlen=_MAX_PREFETCHED)
 

@@ -24,7 +24,8 @@ from sd3_light.runlog import info
 VaeDtype = Literal["auto", "float32", "float16", "bfloat16"]
 ERROR_LIMIT = 0.5
 """Largest accepted error, as a share of the latents' own noise: it adds 12% to the noise's standard deviation."""
-PROBE_SIDE, PROBE_IMAGES = 256, 4
+PROBE_SIDE = 256
+PROBE_IMAGES = 4
 
 # --- which precision ---------------------------------------------------------------------------
 
@@ -137,7 +138,8 @@ def to_half_encoder(vae: AutoencoderKL, dtype: torch.dtype) -> AutoencoderKL:
             if _is_plain(resnet):
                 block.resnets[index] = _HalfResnet(resnet, dtype)
     if isinstance(encoder.conv_norm_out, nn.GroupNorm) and isinstance(encoder.conv_act, nn.SiLU):
-        encoder.conv_norm_out, encoder.conv_act = _NormSilu(encoder.conv_norm_out), nn.Identity()
+        encoder.conv_norm_out = _NormSilu(encoder.conv_norm_out)
+        encoder.conv_act = nn.Identity()
     parts: list[Any] = [encoder, *filter(None, [vae.quant_conv])]
     for module in (module for part in parts for module in part.modules()):
         if isinstance(module, nn.Conv2d | nn.Linear | nn.GroupNorm):
@@ -163,7 +165,8 @@ class _NormSilu(nn.Module):
 
     def __init__(self, norm: nn.GroupNorm, bias: Tensor | None = None) -> None:
         super().__init__()
-        self.groups, self.eps = norm.num_groups, norm.eps
+        self.groups = norm.num_groups
+        self.eps = norm.eps
         self.register_buffer("weight", norm.weight.detach().clone())
         self.register_buffer("shift", norm.bias.detach().clone())
         self.register_buffer("bias", torch.zeros_like(norm.bias) if bias is None else bias.detach().clone())
@@ -180,9 +183,12 @@ class _HalfResnet(nn.Module):
 
     def __init__(self, block: Any, dtype: torch.dtype) -> None:
         super().__init__()
-        self.norm1, self.norm2 = _NormSilu(block.norm1), _NormSilu(block.norm2, block.conv1.bias)
+        self.norm1 = _NormSilu(block.norm1)
+        self.norm2 = _NormSilu(block.norm2, block.conv1.bias)
         bias = block.conv2.bias.detach().clone()
-        self.conv1, self.conv2, self.shortcut = block.conv1, block.conv2, block.conv_shortcut
+        self.conv1 = block.conv1
+        self.conv2 = block.conv2
+        self.shortcut = block.conv_shortcut
         if self.shortcut is not None:
             bias += self.shortcut.bias.detach()
         self.register_buffer("bias", bias)

@@ -62,7 +62,8 @@ class ResidentModules:
         one_at_a_time: bool,
         by_layer: Collection[str] = (),
     ) -> None:
-        self.device, self.one_at_a_time = device, one_at_a_time
+        self.device = device
+        self.one_at_a_time = one_at_a_time
         self._by_layer = by_layer
         self.keeps_host_copy = device.type != "cpu"
         self._loaders = loaders

@@ -18,7 +18,8 @@ def count_tokens(tokenizer: Tokenizer, text: str) -> int:
 
 def load_counter(folder: Path) -> Tokenizer | None:
     """Return a tokenizer without truncation; None if this library cannot read its files (encoding reports damage)."""
-    path, older = folder / "tokenizer.json", (folder / "vocab.json", folder / "merges.txt")
+    path = folder / "tokenizer.json"
+    older = (folder / "vocab.json", folder / "merges.txt")
     try:
         if path.is_file():
             require_regular(path, TEXT_BYTES)
@@ -38,7 +39,8 @@ def _clip_tokenizer(vocab: Path, merges: Path) -> Tokenizer:
     """Return CLIP's tokenizer from its two older files, as transformers builds it."""
     require_regular(vocab, TEXT_BYTES)
     require_regular(merges, TEXT_BYTES)
-    start, end = "<|startoftext|>", "<|endoftext|>"
+    start = "<|startoftext|>"
+    end = "<|endoftext|>"
     tokenizer = Tokenizer(BPE.from_file(str(vocab), str(merges), unk_token=end, end_of_word_suffix="</w>"))
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Lowercase()]

@@ -67,13 +67,16 @@ def norm_silu(x_BCHW: Tensor, bias: Tensor, groups: int, weight: Tensor, shift: 
     """Return silu(group_norm(x + bias)); ``bias``, ``weight`` and ``shift`` are float32 [C]."""
     x_BCHW = x_BCHW.contiguous(memory_format=torch.channels_last)
     batch, channels, height, width = x_BCHW.shape
-    count, chunks = height * width, triton.cdiv(height * width, ROWS_PER_PROGRAM)
+    count = height * width
+    chunks = triton.cdiv(height * width, ROWS_PER_PROGRAM)
     partial = torch.empty(batch, chunks, 2, channels, device=x_BCHW.device, dtype=torch.float32)
     blocks = _blocks(channels)
     with torch.cuda.device_of(x_BCHW):  # kernels run on the current device
         _sums[(chunks, batch)](x_BCHW, partial, count, chunks, WALK=ROWS_PER_PROGRAM, **blocks)
     mean, squares = (partial.sum(1) / count).unbind(1)
-    squares, mean = squares + (2 * mean + bias) * bias, mean + bias  # those of x + bias
+    # those of x + bias
+    squares = squares + (2 * mean + bias) * bias
+    mean = mean + bias
     mean_BG, squares_BG = (part.view(batch, groups, -1).mean(2, keepdim=True) for part in (mean, squares))
     rstd_BG = ((squares_BG - mean_BG.square()).clamp(min=0) + eps).rsqrt()
     by = (rstd_BG * weight.view(groups, -1)).view(batch, channels)
@@ -87,7 +90,8 @@ def norm_silu(x_BCHW: Tensor, bias: Tensor, groups: int, weight: Tensor, shift: 
 def add(x_BCHW: Tensor, y_BCHW: Tensor, bias: Tensor) -> Tensor:
     """Return x + y + bias; ``bias`` is float32 [C]."""
     x_BCHW, y_BCHW = (part.contiguous(memory_format=torch.channels_last) for part in (x_BCHW, y_BCHW))
-    count, blocks = x_BCHW.numel() // x_BCHW.shape[1], _blocks(x_BCHW.shape[1])
+    count = x_BCHW.numel() // x_BCHW.shape[1]
+    blocks = _blocks(x_BCHW.shape[1])
     out = torch.empty_like(x_BCHW)
     with torch.cuda.device_of(x_BCHW):
         _add[(triton.cdiv(count, blocks["R"]),)](x_BCHW, y_BCHW, bias, out, count, **blocks)

@@ -53,7 +53,9 @@ class MicroBatchGraphs:
     """
 
     def __init__(self, run: RunPass, weights: Sequence[nn.Parameter], recorder: Recorder) -> None:
-        self._run, self._weights, self._recorder = run, weights, recorder
+        self._run = run
+        self._weights = weights
+        self._recorder = recorder
         self._gradients: list[Tensor] = []  # those of the first pass
         self._is_clear = True
         self._graphs: dict[Any, _Graph] = {}
@@ -202,7 +204,8 @@ class CudaRecorder:
     def record(self, function: Callable[[], Numbers]) -> CudaRecording:
         """See `Recorder.record`."""
         gc.collect()  # autograd nodes in reference cycles would belong to another stream
-        current, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
+        current = torch.cuda.current_stream(self._device)
+        graph = torch.cuda.CUDAGraph()
         try:
             # other threads, such as that of checkpoints, may use the GPU meanwhile
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):

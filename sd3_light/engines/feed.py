@@ -120,7 +120,9 @@ class TrainingData:
 
     def micro_batches(self) -> Dataset[Any]:
         """Return the micro-batches of this process, by number."""
-        rank, world, micro = self.launch.rank, self.launch.world, self.config.gradient_accumulation_steps
+        rank = self.launch.rank
+        world = self.launch.world
+        micro = self.config.gradient_accumulation_steps
         if self.resident is None:
             return MicroBatches(self.data, self.order, rank, world, micro, self.by_segment)
         return ResidentPicks(self.order, rank, world, micro, self.by_segment)

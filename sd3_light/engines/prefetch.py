@@ -48,7 +48,9 @@ class DeviceSender:
     """
 
     def __init__(self, device: torch.device, finish: Finish | None = None, capacity: int = 0) -> None:
-        self.device, self._finish, self._capacity = device, finish, capacity
+        self.device = device
+        self._finish = finish
+        self._capacity = capacity
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._buffers = [_DeviceBuffer() for _ in range(NUM_BUFFERS)]
         self._current = 0
@@ -58,7 +60,8 @@ class DeviceSender:
         buffer = self._next_buffer()
         tensors: list[Tensor] = []
         batch.map_tensors(lambda tensor: tensors.append(tensor) if tensor.device.type == "cpu" else None)
-        starts, end = [], 0
+        starts = []
+        end = 0
         for tensor in tensors:
             starts.append(aligned(end))
             end = starts[-1] + tensor.nbytes
@@ -115,7 +118,9 @@ class PrefetchedStep(Sequence[MicroBatch]):
     """
 
     def __init__(self, source: Iterator[MicroBatch], count: int, sender: DeviceSender) -> None:
-        self._source, self._count, self._sender = source, count, sender
+        self._source = source
+        self._count = count
+        self._sender = sender
         self._first: MicroBatch | None = self._next()
         self._metadata: list[MicroBatch] = []
 

@@ -98,7 +98,8 @@ class StepResult:
         """Return the numbers, waiting for the device if necessary."""
         *values, grad_norm, taken = self._copy.read()
         count = len(self.names)
-        bands, counts = values[count : count + NUM_BANDS], values[count + NUM_BANDS :]
+        bands = values[count : count + NUM_BANDS]
+        counts = values[count + NUM_BANDS :]
         losses = dict(zip(self.names, values[:count], strict=True))
         return StepNumbers(losses, grad_norm, bool(taken), tuple(bands), tuple(counts))
 

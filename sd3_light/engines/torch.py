@@ -58,7 +58,9 @@ class TorchEngine(Engine):
         writers: int = 1,
         lay_out: Callable[[TrainedModel], Replicas] | None = None,
     ) -> None:
-        self.rank, self.world, self.device = launch.rank, launch.world, device
+        self.rank = launch.rank
+        self.world = launch.world
+        self.device = device
         self.module = module.to(device)
         self.clip = config.gradient_clipping
         self.networks = Networks(module, launch, device) if module.objective.draws else None

@@ -25,7 +25,9 @@ class Replicas:
     needs_all_gradients = True
 
     def __init__(self, run: nn.Module, launch: Launch, writers: int) -> None:
-        self.run, self.rank, self.writers = run, launch.rank, writers
+        self.run = run
+        self.rank = launch.rank
+        self.writers = writers
 
     @contextmanager
     def accumulating(self, last: bool) -> Iterator[None]:

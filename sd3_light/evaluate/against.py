@@ -37,7 +37,8 @@ from sd3_light.sample.generate import ImageRequest, choose_drawing, generate
 from sd3_light.sample.phases import open_with_adapters
 from sd3_light.sources.preprocess import Pixels
 
-TRUE, SHUFFLED = "true images", "true images, captions shuffled"
+TRUE = "true images"
+SHUFFLED = "true images, captions shuffled"
 COLUMNS = (*DIFFERENCES.values(), "retrieval", "distance", *PIXEL_METRICS)
 """The metrics of the table; JSON and page have those of `METRICS` too."""
 TITLES = {

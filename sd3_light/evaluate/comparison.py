@@ -40,7 +40,9 @@ DIFFERENCES = {"frechet": "frechet_difference", "kid": "kid_difference"}
 GROUP = 100
 """Captions among which an image finds its own."""
 MIN_IMAGES = 2 * (NEIGHBOURS + 1)
-_SPLITS, _MAX_HALF, _RESAMPLES = 20, 2500, 1000
+_SPLITS = 20
+_MAX_HALF = 2500
+_RESAMPLES = 1000
 _RESAMPLES_PER_SPLIT = 10
 _BATCH = 64
 _DISTANCES = (frechet_distance, kernel_distance)  # in the order of `DIFFERENCES`
@@ -123,7 +125,11 @@ class Comparison:
     ) -> None:
         if len(captions) < MIN_IMAGES:
             raise UserError(f"{len(captions)} images are too few to compare; give at least {MIN_IMAGES}")
-        self.truths, self.texts, self.captions, self.seed, self.pixels = truths, texts, captions, seed, pixels
+        self.truths = truths
+        self.texts = texts
+        self.captions = captions
+        self.seed = seed
+        self.pixels = pixels
 
     @property
     def among(self) -> int:
@@ -182,7 +188,8 @@ class Comparison:
         """Return the differences to the true images: means over the splits, errors by drawing images again."""
         if self.pixels is None:
             return {}
-        made, true = self._features(features), self._features(self.truths)
+        made = self._features(features)
+        true = self._features(self.truths)
         plain: list[list[float]] = []
         drawn: list[list[list[float]]] = []
         for number in range(_SPLITS):
@@ -197,7 +204,8 @@ class Comparison:
                     for _ in range(_RESAMPLES_PER_SPLIT)
                 ]
             )
-        values, errors = np.mean(plain, 0), np.sqrt(np.var(drawn, 1, ddof=1).mean(0))
+        values = np.mean(plain, 0)
+        errors = np.sqrt(np.var(drawn, 1, ddof=1).mean(0))
         return {
             name: Estimate(float(value), float(value - 1.96 * error), float(value + 1.96 * error))
             for name, value, error in zip(self._paired_names, values, errors, strict=True)
@@ -220,7 +228,8 @@ class Comparison:
             first, second = self._split(number, rows)
             if len(second) <= NEIGHBOURS:
                 return dict.fromkeys(_OF_SETS)
-            true, made = self._features(self.truths)[first], self._features(features)[second]
+            true = self._features(self.truths)[first]
+            made = self._features(features)[second]
             values.append((frechet_distance(true, made), kernel_distance(true, made), *precision_recall(true, made)))
         columns = np.array(values).T
         return {name: _estimate(column.mean(), column) for name, column in zip(_OF_SETS, columns, strict=True)}

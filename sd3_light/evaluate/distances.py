@@ -20,8 +20,10 @@ def frechet_distance(x_NW: Tensor, y_MW: Tensor) -> float:
     With covariances A A' and B B' the trace of the root of their product is the sum of the singular values of A'B.
     A and B come from QR decompositions, so no covariance is formed, and singular ones cause no error.
     """
-    mean_x, mean_y = x_NW.mean(0), y_MW.mean(0)
-    root_x, root_y = _root(x_NW - mean_x), _root(y_MW - mean_y)
+    mean_x = x_NW.mean(0)
+    mean_y = y_MW.mean(0)
+    root_x = _root(x_NW - mean_x)
+    root_y = _root(y_MW - mean_y)
     traces = root_x.square().sum() + root_y.square().sum()
     shared = torch.linalg.svdvals(root_x @ root_y.T).sum()
     return float((mean_x - mean_y).square().sum() + traces - 2 * shared)
@@ -35,8 +37,11 @@ def _root(centred_NW: Tensor) -> Tensor:
 
 def kernel_distance(x_NW: Tensor, y_MW: Tensor) -> float:
     """Return the unbiased squared MMD with the kernel (x.y / W + 1)^3 (KID, Bińkowski et al. 2018)."""
-    n, m = len(x_NW), len(y_MW)
-    kxx, kyy, kxy = _kernel(x_NW, x_NW), _kernel(y_MW, y_MW), _kernel(x_NW, y_MW)
+    n = len(x_NW)
+    m = len(y_MW)
+    kxx = _kernel(x_NW, x_NW)
+    kyy = _kernel(y_MW, y_MW)
+    kxy = _kernel(x_NW, y_MW)
     within_x = (kxx.sum() - kxx.trace()) / (n * (n - 1))
     within_y = (kyy.sum() - kyy.trace()) / (m * (m - 1))
     return float(within_x + within_y - 2 * kxy.mean())
@@ -73,7 +78,8 @@ def finds_own_caption(images_NW: Tensor, texts_NW: Tensor, captions: Sequence[st
     All rows have length 1. An equal caption of another image counts too. The last group overlaps the one before it, so
     that all images have as many candidates.
     """
-    count, hits = len(captions), torch.zeros(len(captions), dtype=torch.float64)
+    count = len(captions)
+    hits = torch.zeros(len(captions), dtype=torch.float64)
     for start in range(0, count, group):
         first = max(0, min(start, count - group))
         best = (images_NW[start : start + group] @ texts_NW[first : first + group].T).argmax(1).tolist()

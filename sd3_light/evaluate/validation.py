@@ -33,7 +33,9 @@ class QuantileBatches(Dataset[tuple[CachedBatch, float]]):
     """
 
     def __init__(self, batches: Dataset[CachedBatch], count: int, points: Sequence[float] = QUANTILES) -> None:
-        self.batches, self.count, self.points = batches, count, points
+        self.batches = batches
+        self.count = count
+        self.points = points
         self._last: tuple[int, CachedBatch] | None = None
 
     def __len__(self) -> int:
@@ -85,7 +87,8 @@ def validate(
     totals: list[Tensor] = []
     count = 0
     for count, item in enumerate(prepared, start=1):
-        index, sums = (count - 1) % len(points), evaluate(item)
+        index = (count - 1) % len(points)
+        sums = evaluate(item)
         if count <= len(points):
             totals.append(sums)
         else:

@@ -56,7 +56,8 @@ class Evaluator:
 
     def _loader(self, name: str) -> Iterable[Batch]:
         """Return the micro-batches of a set, each sample once; placeholders if this process reads no data."""
-        data, config = self._open(name), self.loaded.train
+        data = self._open(name)
+        config = self.loaded.train
         once = dict.fromkeys(column(data.manifest.shards, "directory").tolist(), 1.0)
         order = data.order(0, once, self._global_batch, config.shuffle_window)
         share = self.launch.data_launch(self.stages)

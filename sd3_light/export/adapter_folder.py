@@ -113,7 +113,8 @@ def prove_adapter(file: Path, modules: AdapterModules, spec: AdapterSpec) -> dic
 
     Returns the record that is written to the export, including how much the adapter changes the output.
     """
-    start, kind = time.perf_counter(), spec.adapter.type
+    start = time.perf_counter()
+    kind = spec.adapter.type
     inputs = spec.family.files.denoiser_inputs(spec.transformer_config, spec.encoders or spec.base_folder)
     # next to the file: a single file's denoiser is written there as a folder, which may not fit into /tmp
     with tempfile.TemporaryDirectory(dir=file.parent) as work:

@@ -23,7 +23,9 @@ from sd3_light.export.proof import ProofError
 from sd3_light.files import disk_remedy
 from sd3_light.runlog import info
 
-CHECKPOINT, SNAPSHOT, EXPORT = "checkpoint", "snapshot", "export"
+CHECKPOINT = "checkpoint"
+SNAPSHOT = "snapshot"
+EXPORT = "export"
 FOLDERS = {CHECKPOINT: "checkpoints", SNAPSHOT: "ema", EXPORT: "exports"}
 
 
@@ -55,7 +57,8 @@ class BackgroundSaves:
     def __init__(
         self, folder: Path, rank: int, writers: int, groups: ProcessGroups, keep_last: int, log: Callable[..., None]
     ) -> None:
-        self.folder, self.log = folder, log
+        self.folder = folder
+        self.log = log
         self.checkpoints = CheckpointKeeper(folder / FOLDERS[CHECKPOINT], rank, writers, groups.saving, keep_last)
         self.snapshots = CheckpointKeeper(folder / FOLDERS[SNAPSHOT], rank, writers, groups.snapshots)
         self.exports = BackgroundWorker("exports")
@@ -102,7 +105,8 @@ class BackgroundSaves:
 
     def report(self) -> None:
         """Print and log how the saves ended that `has_reports` or `wait` collected."""
-        ended, self._ended = self._ended, []
+        ended = self._ended
+        self._ended = []
         for kind, save in ended:
             if isinstance(save, CheckpointSaved):
                 self._report_saved(kind, save)
@@ -157,7 +161,8 @@ def newest_usable(run: Path, remedy: str) -> Path | None:
 
 def checkpoint_to_resume(run: Path, remedy: str) -> Path | None:
     """Return `newest_usable`; print which checkpoints are damaged, or that there is none yet."""
-    folder, newest = run / FOLDERS[CHECKPOINT], newest_usable(run, remedy)
+    folder = run / FOLDERS[CHECKPOINT]
+    newest = newest_usable(run, remedy)
     if newest is None:
         info(f"no checkpoint in {folder} yet: starting from the beginning")
     for path, reason in incomplete_checkpoints(folder).items():

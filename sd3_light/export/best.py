@@ -31,13 +31,16 @@ class BestMeasurement:
         if self.value is not None and sign * value >= sign * self.value:
             self.since += 1
             return False
-        self.value, self.step, self.since = value, step, 0
+        self.value = value
+        self.step = step
+        self.since = 0
         return True
 
     @staticmethod
     def of_log(log: Path, metric: str, last_step: int) -> "BestMeasurement":
         """Return the best of a run's measurements up to a step. One that was repeated counts as last logged."""
-        best, values = BestMeasurement(metric), {}
+        best = BestMeasurement(metric)
+        values = {}
         for event in read_log(log) if log.is_file() else ():
             if event["event"] == METRICS_EVENT and event["step"] <= last_step and event.get(metric):
                 values[event["step"]] = float(event[metric]["value"])
@@ -48,7 +51,8 @@ class BestMeasurement:
 
 def mark_best(export: Path) -> None:
     """Let the link `best` beside the exports point to this one; where links are not possible, print that."""
-    link, temporary = export.parent / BEST, export.parent / f".{BEST}.tmp"
+    link = export.parent / BEST
+    temporary = export.parent / f".{BEST}.tmp"
     try:
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(export.name, target_is_directory=True)

@@ -214,7 +214,8 @@ def table_cell(value: Any) -> str:
 def adapter_card(spec: AdapterSpec, facts: Mapping[str, Any]) -> str:
     """Return the card of an adapter as Markdown. The hub links it with a base model that is there."""
     library = "diffusers" if spec.adapter.type == "lora" else None  # diffusers does not load LoKr and LoHa
-    licence, base = licence_of(spec.base_folder), _base({"base model": spec.base_repo})
+    licence = licence_of(spec.base_folder)
+    base = _base({"base model": spec.base_repo})
     return _ADAPTER_CARD.format(
         metadata=_metadata(spec.family, licence, spec.about, [spec.adapter.type], library_name=library, **base),
         title=_title(spec.adapter),
@@ -233,7 +234,8 @@ def _title(adapter: AdapterConfig) -> str:
 
 
 def _adapter_rows(spec: AdapterSpec, facts: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    adapter, about = spec.adapter, spec.about
+    adapter = spec.adapter
+    about = spec.about
     rows: list[tuple[str, Any]] = [
         ("base model", spec.base_name),
         ("rank, alpha", f"{adapter.rank}, {adapter.alpha:g}" + (" (rsLoRA)" if adapter.use_rslora else "")),

@@ -199,7 +199,8 @@ def _link_or_copy(source: Path, target: Path, series: Path) -> None:
     if _link(source, target):
         return
     for earlier in sorted(series.glob(f"*/{target.parent.name}/{target.name}")):
-        copy, original = earlier.stat(), source.stat()
+        copy = earlier.stat()
+        original = source.stat()
         is_copy = (copy.st_size, copy.st_mtime_ns) == (original.st_size, original.st_mtime_ns)
         if is_copy and _link(earlier, target):
             return

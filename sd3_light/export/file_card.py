@@ -45,11 +45,13 @@ pipe.load_lora_weights("this folder", weight_name={file!r})
 def adapter_file_card(file: Path) -> str:
     """Return the card of a LoRA, DoRA, LoKr or LoHa file as Markdown. Raises UserError for other files."""
     tensors, metadata = open_tensors(file)
-    own, kind = own_metadata(metadata, file), _kind(file, tensors)
+    own = own_metadata(metadata, file)
+    kind = _kind(file, tensors)
     facts = own.get("facts", {})
     base = facts.get("base") if isinstance(facts.get("base"), str) else ""
     repo = base if base and _REPO.fullmatch(base) else ""
-    is_ours, family = METADATA_KEY in metadata, family_of_file(own.get("family"))
+    is_ours = METADATA_KEY in metadata
+    family = family_of_file(own.get("family"))
     is_diffusers = is_ours and own.get("layout") in ("diffusers", "peft")
     rows = {
         "base model": base,

@@ -34,12 +34,15 @@ _PRIVATE = ("config.toml",)
 """Not published: it contains paths of the training machine."""
 _REPLACED = ("*.safetensors", "*.json", "*.py", *_PRIVATE)
 """Files of an earlier export in the repository; those that this one lacks are deleted."""
-_CARD, _PROOF = "README.md", "proof.json"
+_CARD = "README.md"
+_PROOF = "proof.json"
 _MOST_FILES = 2000
 _CARD_BYTES = 1 << 20
 _TOKEN = re.compile(r"hf_\w+|(?<=Bearer )[^\s']+")
 _LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]{0,63}")
-NEW, CHANGED, SAME = "new", "changed", "unchanged"
+NEW = "new"
+CHANGED = "changed"
+SAME = "unchanged"
 
 
 @dataclass(frozen=True)
@@ -171,7 +174,8 @@ def _files_of(folder: Path) -> tuple[list[UploadFile], list[str]]:
 
 def _walk(folder: Path) -> Iterator[Path]:
     """Yield the files below a folder. Raises UserError for links, which may lead to private files, and too many."""
-    folders, count = [folder], 0
+    folders = [folder]
+    count = 0
     while folders:
         with os.scandir(folders.pop()) as entries:
             for entry in entries:
@@ -257,7 +261,8 @@ def push(plan: UploadPlan, api: HfApi | None = None) -> str:
 
     Raises UserError if a file, or the repository, is not what the plan has seen, and if a public one has no licence.
     """
-    api, target = api or HfApi(), plan.target
+    api = api or HfApi()
+    target = plan.target
     if plan.target.public and not plan.licence:
         raise UserError(f"{plan.source}: its card states no licence; give one with --license before you make it public")
     operations = _operations(plan)

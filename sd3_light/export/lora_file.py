@@ -146,7 +146,8 @@ def _check(modules: Mapping[str, LoraModule], layout: LoraLayout, names: Adapter
 
 
 def _check_shapes(name: str, module: LoraModule) -> None:
-    down, up = module.down.shape, module.up.shape
+    down = module.down.shape
+    up = module.up.shape
     if len(down) != len(up) or len(down) not in (2, 4) or 0 in down or up[1] != down[0] or up[2:] not in ((), (1, 1)):
         raise UserError(f"{name}: {list(down)} and {list(up)} are not a pair of low-rank factors")
 
@@ -229,7 +230,8 @@ def adapter_file_in(path: Path) -> Path:
 def own_metadata(metadata: Mapping[str, str], file: Path) -> dict[str, Any]:
     """Return the metadata that `save_tensors` wrote, with checked types; empty for other programs' files."""
     own = _json(metadata.get(METADATA_KEY, "{}"), f"{file}: {METADATA_KEY}")
-    ranks, padding = own.get("ranks", {}), own.get("padding", [1, 1])
+    ranks = own.get("ranks", {})
+    padding = own.get("padding", [1, 1])
     lists = [padding, *(ranks.values() if isinstance(ranks, dict) else [None])]
     valid = all(isinstance(numbers, list) and all(type(number) is int for number in numbers) for numbers in lists)
     valid = valid and [len(numbers) for numbers in lists] == [2, *[3] * len(ranks)]

@@ -240,7 +240,9 @@ def extract_lora(
     _require_same_shapes(base, tuned)
     layers = _target_names(base, targets, names or family_of_file().files.adapters)
     sizes: dict[str, float] = {}
-    modules, kept, left_out = {}, {}, {}
+    modules = {}
+    kept = {}
+    left_out = {}
     for name in base:
         change = (tuned[name].to(device).double() - base[name].to(device).double()).float()
         sizes[name] = float(change.double().square().sum())

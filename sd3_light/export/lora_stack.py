@@ -39,11 +39,13 @@ class Lora:
         problem = path_problem(text)
         if problem:
             raise UserError(f"LoRA {text[:_LONGEST_SHOWN]}: {problem}")
-        file, strength = Path(text), 1.0
+        file = Path(text)
+        strength = 1.0
         name, colon, number = text.rpartition(":")
         if colon and not file.exists():
             with suppress(ValueError):  # a file name with a colon
-                file, strength = Path(name), float(number)
+                file = Path(name)
+                strength = float(number)
         if file.is_dir():
             folder = max((file / "exports").glob("step-*"), default=file)
             found = adapter_file(folder)

@@ -46,7 +46,8 @@ class Expected:
 def expectation(folder: Path, spec: ExportSpec, weights: Mapping[str, Tensor]) -> Expected:
     """Return the hashes of weights in memory, already cast to the saved dtype, the denoiser's output and an image."""
     started = time.perf_counter()
-    files, config = spec.family.files, spec.transformer_config
+    files = spec.family.files
+    config = spec.transformer_config
     missing = files.missing(folder, denoiser=True)
     if missing:
         raise ProofError(f"{folder} lacks {', '.join(missing[:5])}")
@@ -73,7 +74,8 @@ def prove(folder: Path, spec: ExportSpec, expected: Expected) -> dict[str, Any]:
         report, reloaded = run_clean_process(folder, Path(work), request, expected.inputs)
     _compare_config(report["config"], spec.transformer_config)
     _compare_weights(report["weights"], expected.digests)
-    output, image = expected.outputs["output"], expected.outputs["image"]
+    output = expected.outputs["output"]
+    image = expected.outputs["image"]
     return {
         **{name: version(name) for name in _LIBRARIES},
         "pipeline": f"{PIPELINE_FILE} of this folder" if custom else report["class"],

@@ -47,7 +47,8 @@ def compute_in_float32(
 
     ``updates`` are those of an adapter by layer name. ``read(name)`` returns the weights of a layer while it computes.
     """
-    updates, modules = updates or {}, dict(model.named_modules())
+    updates = updates or {}
+    modules = dict(model.named_modules())
     assert updates.keys() <= modules.keys(), f"no such layers: {sorted(updates.keys() - modules.keys())[:3]}"
     hooks = [
         hook

@@ -115,7 +115,8 @@ def swap_loaded(denoiser: nn.Module, setting: int | Literal["all"], device: torc
 
 def _start(swap: BlockSwap, count: int) -> None:
     swap.start()
-    host, buffers = format_bytes(swap.host_bytes), format_bytes(swap.device_bytes)
+    host = format_bytes(swap.host_bytes)
+    buffers = format_bytes(swap.device_bytes)
     info(f"blocks in host memory: {count} ({host}), with {buffers} of buffers on {swap.device}")
 
 

@@ -47,7 +47,8 @@ def write_trained(
     family = family_of_class(type(transformer))
     if family is None and adapter.type == "lora":
         return write_weights(path, diffusers_state(modules), save_dtype, facts)
-    names, padding = AdapterNames(), None
+    names = AdapterNames()
+    padding = None
     if family is not None:
         names = family.files.adapters
         config: Any = transformer.config

@@ -19,21 +19,24 @@ def pipe_flow_loss(pipe: Any, inputs: dict[str, Any]) -> Tensor:
     scheduler's timesteps, limit the choice; ``first_frame_latents`` replace the first frame, which then has no loss.
     """
     _require_pipe(pipe, inputs)
-    scheduler, clean = pipe.scheduler, inputs["input_latents"]
+    scheduler = pipe.scheduler
+    clean = inputs["input_latents"]
     count = len(scheduler.timesteps)
     low, high = (int(inputs.get(f"{side}_timestep_boundary", at) * count) for side, at in (("min", 0), ("max", 1)))
     if not 0 <= low < high <= count:
         raise UserError(f"no timestep lies between min_ and max_timestep_boundary ({low} and {high} of {count})")
     timestep = scheduler.timesteps[torch.randint(low, high, (1,))].to(dtype=pipe.torch_dtype, device=pipe.device)
     noise = torch.randn_like(clean) * inputs.get("noise_scale", 1.0)
-    noisy, target = scheduler.add_noise(clean, noise, timestep), scheduler.training_target(clean, noise, timestep)
+    noisy = scheduler.add_noise(clean, noise, timestep)
+    target = scheduler.training_target(clean, noise, timestep)
     first = inputs.get("first_frame_latents")
     if first is not None:
         noisy = torch.cat([first.to(noisy), noisy[:, :, 1:]], dim=2)
     models = {name: getattr(pipe, name) for name in pipe.in_iteration_models}
     predicted = pipe.model_fn(**models, **{**inputs, "latents": noisy}, timestep=timestep)
     if first is not None:
-        predicted, target = predicted[:, :, 1:], target[:, :, 1:]
+        predicted = predicted[:, :, 1:]
+        target = target[:, :, 1:]
     error = functional.mse_loss(predicted.float(), target.float())
     weighted: Tensor = error * scheduler.training_weight(timestep)
     return weighted

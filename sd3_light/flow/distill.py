@@ -110,7 +110,8 @@ class StepDistillation(GuidanceDistillation):
         times = self.schedule(batch)
         calls = len(times) - 1
         call = (calls * self.uniforms(batch, "distilled-call")).long()
-        start, end = times[call], times[call + 1]
+        start = times[call]
+        end = times[call + 1]
         t = _per_sample(batch["t"], batch["noisy"])
         clean = batch["noisy"] - t * batch["target"]
         latents = interpolate(clean, clean + batch["target"], start)

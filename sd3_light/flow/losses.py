@@ -89,7 +89,8 @@ class FlowMatchSFTLoss:
 
     def error(self, denoise: Denoise, inputs: Inputs, clean: Tensor) -> Tensor:
         """Return the velocity error per sample between ``clean`` and the batch's noise."""
-        clean, noise = clean.float(), inputs["noise"].float()
+        clean = clean.float()
+        noise = inputs["noise"].float()
         t = self.times(inputs["quantile"], clean)
         predicted: Any = denoise(interpolate(clean, noise, t), t, inputs)
         if not isinstance(predicted, Tensor) or predicted.shape != clean.shape:
@@ -140,7 +141,8 @@ class FlowMatchDPOLoss(FlowMatchSFTLoss):
         assert reference is not None, (
             "DPO compares with the model before training: train an adapter, or give a reference"
         )
-        chosen, rejected = inputs[self.latents], inputs[self.rejected]
+        chosen = inputs[self.latents]
+        rejected = inputs[self.rejected]
         with torch.no_grad():
             reference_gap = self.error(reference, inputs, chosen) - self.error(reference, inputs, rejected)
         gap = self.error(denoise, inputs, chosen) - self.error(denoise, inputs, rejected)

@@ -19,7 +19,8 @@ class DeviceNoise:
     """Draws the normals of a seed's streams on one device."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
-        self._seed, self._device = seed, device
+        self._seed = seed
+        self._device = device
         self._table = torch.from_numpy(normal_table()).to(device)
         self._keys: dict[str, Tensor] = {}
         self._draw = self._checked_kernel() if device.type == "cuda" else draw_normals

@@ -20,15 +20,23 @@ def _normals(out, keys, occurrences, table, count, FIRST: tl.constexpr, SECOND: 
     sample = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     nothing = tl.zeros([BLOCKS], dtype=tl.int64)
-    first_factor, second_factor = nothing + FIRST, nothing + SECOND
-    a, b = nothing + block + 1, nothing
-    c, d = nothing + tl.load(occurrences + 2 * sample), nothing + tl.load(occurrences + 2 * sample + 1)
+    first_factor = nothing + FIRST
+    second_factor = nothing + SECOND
+    a = nothing + block + 1
+    b = nothing
+    c = nothing + tl.load(occurrences + 2 * sample)
+    d = nothing + tl.load(occurrences + 2 * sample + 1)
     for number in tl.static_range(ROUNDS):
-        first_high, first_low = tl.umulhi(a, first_factor), a * first_factor
-        second_high, second_low = tl.umulhi(c, second_factor), c * second_factor
-        a, b = second_high ^ b ^ tl.load(keys + 2 * number), second_low
-        c, d = first_high ^ d ^ tl.load(keys + 2 * number + 1), first_low
-    row, at = out + sample * count, 8 * block
+        first_high = tl.umulhi(a, first_factor)
+        first_low = a * first_factor
+        second_high = tl.umulhi(c, second_factor)
+        second_low = c * second_factor
+        a = second_high ^ b ^ tl.load(keys + 2 * number)
+        b = second_low
+        c = first_high ^ d ^ tl.load(keys + 2 * number + 1)
+        d = first_low
+    row = out + sample * count
+    at = 8 * block
     _store(row, at, a, table, count)
     _store(row, at + 2, b, table, count)
     _store(row, at + 4, c, table, count)

@@ -50,7 +50,8 @@ def quantile_to_time(
 
 def _mixture_time(u: float, scale: float, mean: float, share: float) -> float:
     """Return t with share * t + (1 - share) * CDF(t) = u, by bisection to the precision of a double."""
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     while low < (t := (low + high) / 2) < high:
         below = share * t + (1 - share) * _NORMAL.cdf((math.log(t / (1 - t)) - mean) / scale)
         low, high = (t, high) if below < u else (low, t)

@@ -119,7 +119,9 @@ class AdapterDropout:
 
     def __init__(self, transformer: nn.Module, seed: int, rank: int) -> None:
         self._layers = [layer for _, layer in _adapter_layers(transformer)]
-        self._seed, self._rank, self._step = seed, rank, 0
+        self._seed = seed
+        self._rank = rank
+        self._step = 0
         self._micro: Counter[int | None] = Counter()
 
     def begin(self, step: int) -> None:

@@ -13,7 +13,9 @@ from sd3_light.core.sampling import UNSTATED, OwnDrawing
 from sd3_light.core.start import start_source
 from sd3_light.model.part_configs import FACTS_FILE, check_config, read_config, read_json, single_file_metadata
 
-_SMALLEST, _LARGEST = 0.001, 1000.0  # as in the config
+# as in the config
+_SMALLEST = 0.001
+_LARGEST = 1000.0
 
 
 class ShiftLine(NamedTuple):
@@ -166,12 +168,14 @@ def other_shift(model: ModelConfig) -> str | None:
     if base is None:
         return None
     if base.is_dynamic:
-        theirs, remedy = "shifts by resolution", "write flux_shift = true to train with such a shift"
+        theirs = "shifts by resolution"
+        remedy = "write flux_shift = true to train with such a shift"
         is_same = model.flux_shift
     elif base.shift is None:
         return None
     else:
-        theirs, remedy = f"has shift {base.shift:g}", f"leave it out to train and sample with {base.shift:g}"
+        theirs = f"has shift {base.shift:g}"
+        remedy = f"leave it out to train and sample with {base.shift:g}"
         is_same = not (model.flux_shift or model.sqrt_shift) and (model.shift or 1.0) == base.shift
         if model.flux_shift and not family_of(model).files.writes_scheduler:
             remedy += f": only training changes, images and exports keep {base.shift:g}"

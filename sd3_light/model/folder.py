@@ -164,7 +164,8 @@ def missing_weights(folder: Path, stem: str) -> Iterator[str]:
 
 def weight_files(folder: Path, stem: str) -> list[Path]:
     """Return the safetensors files of a model, existing or not: the one of that stem, or those that its index names."""
-    single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
+    single = folder / f"{stem}.safetensors"
+    index = folder / f"{stem}.safetensors.index.json"
     if single.is_file() or not index.is_file():
         return [single]
     weight_map = read_json(index).get("weight_map")

@@ -32,7 +32,8 @@ def match_targets(names: Iterable[str], targets: Sequence[str]) -> tuple[str, ..
 
 def adapter_layer_parameters(size: ModelSize, adapter: AdapterConfig) -> tuple[int, ...]:
     """Return the number of parameters that the adapter adds to each layer: embed, the joint blocks, output."""
-    layers, parameters = size.linear_layers(), [0] * (size.num_layers + 2)
+    layers = size.linear_layers()
+    parameters = [0] * (size.num_layers + 2)
     for name in match_targets(layers, adapter.target_modules):
         parameters[layer_index(name)] += adapter_weights(layers[name], adapter)
     return tuple(parameters)
@@ -45,7 +46,8 @@ def adapter_weights(shape: Shape, adapter: AdapterConfig) -> int:
         return adapter.rank * (inputs + outputs) + (outputs if adapter.use_dora else 0)
     if adapter.type == "loha":
         return 2 * adapter.rank * (inputs + outputs)
-    (a, b), (c, d) = _factors(outputs), _factors(inputs)
+    a, b = _factors(outputs)
+    c, d = _factors(inputs)
     whole = adapter.rank >= max(b, d) / 2  # peft does not factorise the large factor if that would not make it smaller
     return a * c + (b * d if whole else adapter.rank * (b + d))
 

@@ -116,7 +116,8 @@ def load_lora(transformer: nn.Module, modules: Mapping[str, LoraModule]) -> None
     problems = [f"{name} is not in the file" for name in own if name not in modules]
     problems += [f"{name} has no adapter in the model" for name in modules if name not in own]
     for name in own.keys() & modules.keys():
-        target, source = own[name], modules[name]
+        target = own[name]
+        source = modules[name]
         if (target.down.shape, target.up.shape) != (source.down.shape, source.up.shape):
             actual, expected = (f"{m.rank} and {m.down.shape[1]} -> {m.up.shape[0]}" for m in (source, target))
             problems.append(f"{name} has rank {actual}, not {expected}")

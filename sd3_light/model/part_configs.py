@@ -28,7 +28,9 @@ LOAD_ERRORS = (
 )
 
 _TEXT_SUFFIXES = (".jinja", ".json", ".model", ".txt")  # of files that libraries read as a whole
-_WIDTH, _LAYERS, _TABLE = 1 << 16, 1000, 1 << 24
+_WIDTH = 1 << 16
+_LAYERS = 1000
+_TABLE = 1 << 24
 _CLIP = {
     "hidden_size": _WIDTH,
     "projection_dim": _WIDTH,

@@ -111,7 +111,8 @@ def data_toml(kind: Kind, values: TextValues) -> str:
 
 def train_toml(kind: Kind, values: TextValues) -> str:
     """Return the text of the train TOML."""
-    plan, steps = values.plan, kind.steps(values.epoch_steps, values.affordable)
+    plan = values.plan
+    steps = kind.steps(values.epoch_steps, values.affordable)
     text = _without_edits(_without_head((FOLDER / f"{kind.recipe}.toml").read_text(encoding="utf-8")))
     text = re.sub(r"(\n#)?\n# For sample images during training.*", "\n", text, flags=re.DOTALL)
     text = re.sub(r"^eval_.*\n", "", text, flags=re.MULTILINE)  # the validation images are a part of the dataset

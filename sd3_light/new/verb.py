@@ -112,11 +112,13 @@ def plan(
             f"--model is missing: `sd3-light parts {data} parts` trains the encoders on your images (then --model "
             f"parts), or give --model {kind.model} to download those of SD3"
         )
-    train_file, data_file = out / f"{kind_name}.toml", out / f"{kind_name}_data.toml"
+    train_file = out / f"{kind_name}.toml"
+    data_file = out / f"{kind_name}_data.toml"
     for path in (train_file, data_file, *([out / f"{kind_name}_prompts.txt"] if kind.draws else [])):
         if path.exists():
             raise UserError(f"{path} exists; choose another folder with --out")
-    source, base = _located(data), _located(model or kind.model)
+    source = _located(data)
+    base = _located(model or kind.model)
     if not kind.continues and Path(base).is_dir():
         _require_random_start(family_of_folder(Path(base)), base)
     first = TextValues(kind_name, source, base, _SMALLEST, MemoryPlan(1, 1, False, max(1, len(gpus))))
@@ -124,7 +126,9 @@ def plan(
     first = replace(first, keys={"side_step": _SMALLEST})
     with TemporaryDirectory() as folder:
         project = _fit(kind, first, Path(folder), resolution, gpus)
-    kind, values, family = project.kind, project.values, project.family
+    kind = project.kind
+    values = project.values
+    family = project.family
     written = replace(values, data=_relative(source, out), model=_relative(base, out))
     return NewProject(
         train_file,
@@ -184,7 +188,9 @@ class _Fitted:
 
     def work_of(self, steps: int) -> check.Work:
         """Return what a number of steps computes."""
-        rows, plan, setup = self.estimate.data.rows, self.values.plan, self.estimate.setup
+        rows = self.estimate.data.rows
+        plan = self.values.plan
+        setup = self.estimate.setup
         epoch_flops = sum(row.samples * row.step_flops.value / row.global_batch for row in rows)
         flops = steps * plan.samples_per_step * epoch_flops / sum(row.samples for row in rows)
         blocks = setup.cost.num_blocks
@@ -244,7 +250,8 @@ def _lines(texts: Sequence[str]) -> bytes:
 
 def _relative(value: str, out: Path) -> str:
     """Return a path below ``out`` relative to it, so that the project can be moved."""
-    path, folder = Path(value), Path(os.path.abspath(out))
+    path = Path(value)
+    folder = Path(os.path.abspath(out))
     return str(path.relative_to(folder)) if path.is_absolute() and path.is_relative_to(folder) else value
 
 
@@ -272,7 +279,9 @@ def _estimated(kind: Kind, values: TextValues, folder: Path) -> tuple[LoadedConf
 
 def _notes(project: _Fitted) -> Iterator[str]:
     """Yield what the family offers against forgetting and for its text encoders, and what the data lacks."""
-    kind, data, plan = project.kind, project.estimate.data, project.values.plan
+    kind = project.kind
+    data = project.estimate.data
+    plan = project.values.plan
     if kind.draws:
         yield f"prompts: {len(project.values.drawn):,} captions; edit reward.score, and the prompts (docs/rewards.md)"
     elif kind.continues:

@@ -45,7 +45,8 @@ class Averages:
     """
 
     def __init__(self, weights: Mapping[str, Tensor], config: EmaConfig) -> None:
-        self.config, self._names = config, list(weights)
+        self.config = config
+        self._names = list(weights)
         self.tracks = _tracks(weights, config) if config.enable else {}
         # the kernels take lists; loading a checkpoint copies into these same tensors
         self._shadows = {name: [track.shadow[key] for key in self._names] for name, track in self.tracks.items()}

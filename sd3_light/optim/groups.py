@@ -34,7 +34,8 @@ class WeightKinds:
                 members |= {id(weight) for weight in child.parameters()}
                 if is_block_list(child):
                     self._parts |= dict(_modulations(child))
-        self._free, self._in_blocks = tables | embeddings, blocks - tables
+        self._free = tables | embeddings
+        self._in_blocks = blocks - tables
 
     def add_alias(self, stand_in: nn.Parameter, weight: nn.Parameter) -> None:
         """Treat a parameter like the weight of the model that it stands for."""

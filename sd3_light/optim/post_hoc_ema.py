@@ -114,10 +114,12 @@ def _fits(snapshots: Sequence[Snapshot], time: int, lengths: Sequence[float]) ->
     """
     assert snapshots, "no snapshots"
     assert time > 0, time
-    times, gammas = np.array([s.time for s in snapshots]) / time, np.array([s.gamma for s in snapshots])
+    times = np.array([s.time for s in snapshots]) / time
+    gammas = np.array([s.gamma for s in snapshots])
     targets = np.array([gamma_from_sigma_rel(length) for length in lengths])
     ones = np.ones_like(targets)
-    products, sides = inner_products(times, gammas, times, gammas), inner_products(times, gammas, ones, targets)
+    products = inner_products(times, gammas, times, gammas)
+    sides = inner_products(times, gammas, ones, targets)
     rounding = max(ROUNDING[s.dtype] for s in snapshots)
     ridge = (rounding * MAX_MISMATCH / MAX_NOISE) ** 2 * np.eye(len(times))
     fits = []

@@ -44,7 +44,11 @@ def ramp_end(update_every: int, decay: float) -> int:
 
 def inner_products(times_a: np.ndarray, gammas_a: np.ndarray, times_b: np.ndarray, gammas_b: np.ndarray) -> np.ndarray:
     """Return the integrals of p_a p_b over time, [A, B], in closed form: both are powers up to their earlier time."""
-    t_a, g_a, t_b, g_b = times_a[:, None], gammas_a[:, None], times_b[None, :], gammas_b[None, :]
-    early, late = np.minimum(t_a, t_b), np.maximum(t_a, t_b)
+    t_a = times_a[:, None]
+    g_a = gammas_a[:, None]
+    t_b = times_b[None, :]
+    g_b = gammas_b[None, :]
+    early = np.minimum(t_a, t_b)
+    late = np.maximum(t_a, t_b)
     power = np.where(t_a < t_b, g_b, g_a)
     return np.asarray((g_a + 1) * (g_b + 1) / (g_a + g_b + 1) * (early / late) ** power / late)

@@ -13,7 +13,8 @@ def learning_rate(done: int, total: int, peak: float, settings: Any) -> float:
     of ``total``) decay to 0 at ``total``: a run that ends there can branch off any checkpoint of a longer one.
     """
     assert done >= 0, done
-    rate, cooldown = _rate_before_cooldown(done, total, peak, settings), settings.cooldown_steps
+    rate = _rate_before_cooldown(done, total, peak, settings)
+    cooldown = settings.cooldown_steps
     cooldown = cooldown if cooldown >= 1 else round(cooldown * total)
     if not cooldown or total - done >= cooldown:
         return rate

@@ -30,7 +30,8 @@ class ShardedMuon(torch.optim.Muon):
                 self._update(matrices[first : first + world], group)
 
     def _update(self, matrices: list[DTensor], group: dict[str, Any]) -> None:
-        rank, whole = matrices[0].device_mesh.get_local_rank(), None
+        rank = matrices[0].device_mesh.get_local_rank()
+        whole = None
         for owner, matrix in enumerate(matrices):
             direction = _gather(self._direction(matrix, group).bfloat16(), matrix, owner)
             whole = direction if owner == rank else whole
@@ -48,7 +49,8 @@ class ShardedMuon(torch.optim.Muon):
     def _direction(self, matrix: DTensor, group: dict[str, Any]) -> Tensor:
         """Update the momentum and return the rows of the (Nesterov) direction."""
         assert isinstance(matrix.grad, DTensor)
-        gradient, momentum = matrix.grad.to_local(), self.state[matrix]["momentum_buffer"].to_local()
+        gradient = matrix.grad.to_local()
+        momentum = self.state[matrix]["momentum_buffer"].to_local()
         momentum.lerp_(gradient, 1 - group["momentum"])
         return gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
 
@@ -65,7 +67,8 @@ def _gather(rows: Tensor, matrix: DTensor, owner: int) -> Tensor | None:
 
 def _scatter(whole: Tensor | None, matrix: DTensor, owner: int) -> Tensor:
     """Return this process's rows of a whole matrix that its owner sends."""
-    mesh, rows = matrix.device_mesh, matrix.to_local()
+    mesh = matrix.device_mesh
+    rows = matrix.to_local()
     height = -(-matrix.shape[0] // mesh.size())
     received = rows.new_empty((height, matrix.shape[1]), dtype=torch.bfloat16)
     parts = None if whole is None else [_as_bytes(p) for p in _padded(whole, height * mesh.size()).split(height)]

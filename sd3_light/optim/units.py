@@ -48,10 +48,12 @@ class OptimizerUnit:
         for part in self.parts:
             if part.skips_on_device:
                 # attributes that torch's GradScaler sets, too; a skipped step is not counted
-                part.optimizer.grad_scale, part.optimizer.found_inf = None, skip  # type: ignore[attr-defined]
+                part.optimizer.grad_scale = None  # type: ignore[attr-defined]
+                part.optimizer.found_inf = skip  # type: ignore[attr-defined]
             part.optimizer.step()
         for name in narrow:
-            weight, wide = self.weights[name], self.held[name]
+            weight = self.weights[name]
+            wide = self.held[name]
             if wide.grad is not None:
                 weight.copy_(round_stochastically(wide, self.draws.generator("rounding", name, weight.device)))
             wide.grad = None

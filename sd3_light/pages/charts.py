@@ -46,7 +46,8 @@ class Axis:
         span = self.high - self.low
         size = 10 ** math.floor(math.log10(span / most))
         step = next(factor * size for factor in (1, 2, 2.5, 5, 10, 20) if span / (factor * size) <= most)
-        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        first = math.ceil(self.low / step - 1e-9)
+        last = math.floor(self.high / step + 1e-9)
         return [index * step for index in range(first, last + 1)]
 
 
@@ -54,11 +55,13 @@ def fit_axis(values: Iterable[float], include_zero: bool = False) -> Axis:
     """Return an axis that shows all values with some room; logarithmic where a few are far above the rest."""
     ranked = sorted(values)
     assert ranked, "an axis needs values"
-    low, high = ranked[0], ranked[-1]
+    low = ranked[0]
+    high = ranked[-1]
     if not include_zero and low >= _LEAST and high / ranked[len(ranked) // 2] > _LOG_RATIO:
         return Axis(low / 1.1, high * 1.1, log=True)
     if include_zero:
-        low, high = min(low, 0.0), max(high, 0.0)
+        low = min(low, 0.0)
+        high = max(high, 0.0)
     room = (high - low) * _ROOM
     if _is_narrow(low, high):
         room = abs(high) * 0.1 if abs(high) >= _LEAST else 1.0
@@ -70,7 +73,8 @@ def _is_narrow(low: float, high: float) -> bool:
 
 
 def _log_ticks(low: float, high: float, most: int) -> list[float]:
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    first = math.floor(math.log10(low))
+    last = math.ceil(math.log10(high))
     digits = (1, 2, 5) if last - first <= 2 else (1,)
     every = max(1, math.ceil((last - first) / most)) if digits == (1,) else 1
     ticks = [digit * 10.0**power for power in range(first, last + 1, every) for digit in digits]
@@ -135,7 +139,8 @@ class Chart:
         """The x axis; it ends exactly where the data end."""
         values = [x for line in self.lines for x, _ in line.points]
         values += [*self.x_range, *(mark.x for mark in self.marks)]
-        low, high = min(values), max(values)
+        low = min(values)
+        high = max(values)
         return Axis(low - 1, high + 1) if _is_narrow(low, high) else Axis(low, high)
 
     @cached_property
@@ -155,9 +160,11 @@ class Chart:
     def y_ticks(self) -> list[tuple[str, float]]:
         """Label and position (0 to 1) of round y values."""
         ticks = self.y_axis.ticks()
-        labels, digits = [self.format_value(tick) for tick in ticks], 5
+        labels = [self.format_value(tick) for tick in ticks]
+        digits = 5
         while len(set(labels)) < len(ticks) and digits <= _MOST_DIGITS:  # a narrow range far from zero
-            labels, digits = [f"{tick:.{digits}g}" for tick in ticks], digits + 1
+            labels = [f"{tick:.{digits}g}" for tick in ticks]
+            digits = digits + 1
         return [(label, self.y_axis.position(tick)) for label, tick in zip(labels, ticks, strict=True)]
 
     @property

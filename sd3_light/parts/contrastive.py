@@ -35,12 +35,15 @@ from sd3_light.randomness import sample_id, stream
 
 MAX_SIDE = 128
 """Pixels of the square images that the image tower sees."""
-_GPU_BATCH, _CPU_BATCH = 512, 64
+_GPU_BATCH = 512
+_CPU_BATCH = 64
 _SIDE_MULTIPLE = 32  # of the image tower
 _GROUP = 100  # captions among which an image finds its own
 _IDS = 2**63  # values of a sample id
 _MAX_SCALE = math.log(100.0)
-_ZOOM, _SHIFT = 0.15, 0.1  # augmentation: scale by up to 15%, shift by up to 10% of half a side
+# augmentation: scale by up to 15%, shift by up to 10% of half a side
+_ZOOM = 0.15
+_SHIFT = 0.1
 
 
 @dataclass(frozen=True)
@@ -170,7 +173,9 @@ class TextTask:
     def __init__(self, towers: Towers, data: CaptionedImages, device: torch.device, options: TextOptions) -> None:
         self.model = self.towers = towers.to(device).train()
         self.batch = options.batch or (_GPU_BATCH if device.type != "cpu" else _CPU_BATCH)
-        self.device, self.data, self.options = device, data, replace(options, batch=self.batch)
+        self.device = device
+        self.data = data
+        self.options = replace(options, batch=self.batch)
         if device.type == "cuda":
             self.towers.image.to(memory_format=torch.channels_last)
         self._image = compiled(towers.image, device) if options.compile else towers.image
@@ -178,7 +183,8 @@ class TextTask:
     def loss(self, step: int) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return the mean contrastive loss of the three encoders for a random batch."""
         rng = stream(self.options.seed, "parts-text", 0, 0, step)
-        data, count = self.data, len(self.data.pixels) - self.data.held_out
+        data = self.data
+        count = len(self.data.pixels) - self.data.held_out
         rows = rng.choice(count, size=min(self.batch, count), replace=False) + data.held_out
         chosen = data.first[rows] + rng.integers(0, data.first[rows + 1] - data.first[rows])
         images = augment(take(data.pixels, rows, self.device), rng)
@@ -190,7 +196,8 @@ class TextTask:
         return torch.stack(losses).mean(), {}
 
     def _loss(self, index: int, features: Tensor, captions: Tensor, masked: bool) -> Tensor:
-        towers, ids = self.towers, self.data.ids[index][captions]
+        towers = self.towers
+        ids = self.data.ids[index][captions]
         image = F.normalize(towers.projections[index](features).float(), dim=-1)
         text = towers.text_vector(index, ids, self.data.lengths[captions], masked)
         logits = towers.scales[index].clamp(max=_MAX_SCALE).exp() * image @ text.T
@@ -219,7 +226,8 @@ class TextTask:
         return torch.cat(batches)
 
     def _retrieval(self, index: int, features: Tensor) -> float:
-        data, texts = self.data, []
+        data = self.data
+        texts = []
         image = F.normalize(self.towers.projections[index](features).float(), dim=-1)
         # one caption per image; which one alternates, so that all languages count
         chosen = [int(data.first[row] + row % (data.first[row + 1] - data.first[row])) for row in range(data.held_out)]
@@ -238,7 +246,8 @@ class TextTask:
             towers.image.config, clip.text_model.config, projection_dim=width
         )
         judge = VisionTextDualEncoderModel(config, vision_model=towers.image, text_model=clip.text_model)
-        judge.visual_projection, judge.text_projection = towers.projections[1], clip.text_projection
+        judge.visual_projection = towers.projections[1]
+        judge.text_projection = clip.text_projection
         judge.logit_scale.data.copy_(towers.scales[1].detach().clamp(max=_MAX_SCALE))
         return judge.eval()
 

@@ -121,7 +121,10 @@ class Fit:
     """One training in ``folder``. ``identity`` describes everything that determines it, as plain values."""
 
     def __init__(self, title: str, task: Task, options: FitOptions, folder: Path, identity: Mapping[str, Any]) -> None:
-        self.title, self.task, self.options, self.folder = title, task, options, folder
+        self.title = title
+        self.task = task
+        self.options = options
+        self.folder = folder
         self.identity = json.loads(json.dumps({**identity, "lr": options.lr}))
         self.weights = {name: value for name, value in task.model.named_parameters() if value.requires_grad}
         cuda = task.device.type == "cuda"
@@ -156,7 +159,8 @@ class Fit:
 
     def _run(self, should_stop: Callable[[], str | None], bar: Bar) -> None:
         state = self.progress
-        first, saved = state.step, time.monotonic()
+        first = state.step
+        saved = time.monotonic()
         started = saved - state.seconds
         self._evaluate_if_due(bar)  # an earlier run may have been interrupted there
         while not state.is_done():
@@ -218,7 +222,8 @@ class Fit:
         """Print what can be expected on a CPU, by the time of one step."""
         if self.task.device.type != "cpu" or self.progress.is_done():
             return
-        state, minutes = self.progress, self.options.minutes
+        state = self.progress
+        minutes = self.options.minutes
         steps = state.end
         expected = f"{steps:,} steps take about {duration(steps * seconds)}" if steps is not None else ""
         if steps is None and minutes is not None:
@@ -245,7 +250,8 @@ class Fit:
 
     def _decide_end(self, bar: Bar) -> None:
         """Set the last step once most of the time is spent, or the score has stopped rising."""
-        state, minutes = self.progress, self.options.minutes
+        state = self.progress
+        minutes = self.options.minutes
         share = 1 - COOLDOWN
         on_time = minutes is not None and state.seconds >= 60 * minutes * share
         if state.end is None and (on_time or self._is_plateau()):

@@ -50,7 +50,8 @@ def load_pools(dataset: DatasetConfig, folder: Path, max_images: int, workers: i
 def _pool(samples: list[DecodedSample]) -> Pool:
     """Return the samples in the order of their ids, which do not depend on names or folders; hold out 2% or 512."""
     samples = sorted(samples, key=lambda sample: sample.member.identity)
-    members, count = [sample.member for sample in samples], len(samples)
+    members = [sample.member for sample in samples]
+    count = len(samples)
     pixels = torch.from_numpy(np.stack([sample.pixels for sample in samples]))
     ids = tuple(member.identity for member in members)
     captions = tuple(member.captions for member in members)

@@ -22,7 +22,8 @@ from sd3_light.files import write_atomically
 from sd3_light.inputs import read_json_file
 from sd3_light.model.part_configs import check_files
 
-BOS, EOS = "<|startoftext|>", "<|endoftext|>"
+BOS = "<|startoftext|>"
+EOS = "<|endoftext|>"
 CLIP_PADS = {"tokenizer": EOS, "tokenizer_2": "!"}
 """SD3's first CLIP tokenizer pads with the end mark, its second with "!"."""
 T5_FOLDER = "tokenizer_3"
@@ -32,7 +33,9 @@ _MARKS = ("<pad>", "</s>", "<unk>")
 _SPACE = "▁"
 _CJK = "\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff\uff00-\uffef\U00020000-\U0003ffff"
 _LONGEST = 24  # letters of a token
-_PIECE, _LETTER = -4.0, -8.0  # scores: a text is split into as few pieces as possible
+# scores: a text is split into as few pieces as possible
+_PIECE = -4.0
+_LETTER = -8.0
 _MULTIPLE = 8
 
 Merge = tuple[str, str]
@@ -61,14 +64,16 @@ def learn_clip_merges(captions: Sequence[str], vocabulary: int, words: Sequence[
     chinese = [*_character_merges([*captions, *words]), *_word_merges(words)][: budget // 2]
     stock = CLIPTokenizer().backend_tokenizer
     tokenizer = Tokenizer(BPE(end_of_word_suffix="</w>"))
-    tokenizer.normalizer, tokenizer.pre_tokenizer = stock.normalizer, stock.pre_tokenizer
+    tokenizer.normalizer = stock.normalizer
+    tokenizer.pre_tokenizer = stock.pre_tokenizer
     others = _train_bpe(tokenizer, captions, vocabulary - len(chinese), byte_letters(), end_of_word_suffix="</w>")
     return list(dict.fromkeys([*chinese, *others]))[:budget]
 
 
 def _character_merges(captions: Iterable[str]) -> Iterator[Merge]:
     """Yield the merges that make one token of each character, within a word and at its end, frequent ones first."""
-    letters, done = byte_letters(), set[Merge]()
+    letters = byte_letters()
+    done = set[Merge]()
     counts = Counter(re.findall(f"[{_CJK}]", "".join(captions)))
     for character, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
         first, *middle, last = (letters[byte] for byte in character.encode())

@@ -108,7 +108,8 @@ class Reconstruction(nn.Module):
 
     def __init__(self, vae: AutoencoderKL, normalise: bool) -> None:
         super().__init__()
-        self.vae, self.normalise = vae, normalise
+        self.vae = vae
+        self.normalise = normalise
 
     def forward(self, images: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Encode, draw from the posterior and decode."""
@@ -117,7 +118,8 @@ class Reconstruction(nn.Module):
             return decode(self.vae, mean + torch.exp(0.5 * logvar) * noise), mean, logvar
         std, shift = torch.std_mean(mean, dim=(0, 2, 3), keepdim=True)
         std = std.clamp(min=_MIN_STD)
-        mean, logvar = (mean - shift) / std, logvar - 2 * std.log()
+        mean = (mean - shift) / std
+        logvar = logvar - 2 * std.log()
         latents = mean + torch.exp(0.5 * logvar) * noise
         return decode(self.vae, SD3_LATENTS.denormalise(latents)), mean, logvar
 
@@ -141,7 +143,9 @@ def decode(vae: AutoencoderKL, latents: Tensor) -> Tensor:
 def channel_statistics(vae: AutoencoderKL, pools: list[Pool], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return mean and standard deviation of each latent channel over training images of all sizes."""
     total = sum(pool.trained for pool in pools)
-    count, first, second = 0, torch.zeros((), device=device), torch.zeros((), device=device)
+    count = 0
+    first = torch.zeros((), device=device)
+    second = torch.zeros((), device=device)
     for pool in pools:
         most = _STATISTICS_IMAGES if device.type != "cpu" else _ON_CPU
         number = max(1, min(pool.trained, most * pool.trained // total))
@@ -150,7 +154,8 @@ def channel_statistics(vae: AutoencoderKL, pools: list[Pool], device: torch.devi
             mean, _ = encode(vae, take(pool.pixels, rows[start : start + 64], device))
             values = mean.double().transpose(0, 1).flatten(1)
             count += values.shape[1]
-            first, second = first + values.sum(1), second + values.square().sum(1)
+            first = first + values.sum(1)
+            second = second + values.square().sum(1)
     mean = first / count
     return mean, (second / count - mean.square()).clamp(min=_MIN_STD**2).sqrt()
 
@@ -166,7 +171,8 @@ def normalising_fold(vae: AutoencoderKL, pools: list[Pool], device: torch.device
 def fold_into_encoder(vae: AutoencoderKL, mean: Tensor, std: Tensor) -> None:
     """Make the encoder return (latent - mean) / std, by changing its last convolution."""
     conv = vae.encoder.conv_out if vae.quant_conv is None else vae.quant_conv
-    channels, std64 = len(mean), std.double()
+    channels = len(mean)
+    std64 = std.double()
     conv.weight[:channels] = (conv.weight[:channels].double() / std64[:, None, None, None]).float()
     conv.bias[:channels] = ((conv.bias[:channels].double() - mean.double()) / std64).float()
     conv.bias[channels:] -= (2 * std64.log()).float()
@@ -193,7 +199,10 @@ class VaeTask:
         self, vae: AutoencoderKL, pools: list[Pool], device: torch.device, options: VaeOptions, grid: Path | None = None
     ) -> None:
         self.batch = options.batch or default_batch(vae, pools, device)
-        self.device, self.pools, self.options, self.grid = device, pools, replace(options, batch=self.batch), grid
+        self.device = device
+        self.pools = pools
+        self.options = replace(options, batch=self.batch)
+        self.grid = grid
         self.vae = vae.to(device).train()
         if device.type == "cuda":
             self.vae = self.vae.to(memory_format=torch.channels_last)
@@ -211,7 +220,8 @@ class VaeTask:
     def start_new(self) -> None:
         """Normalise the latents of a random VAE and make their noise small: it would hide the signal at first."""
         fold_into_encoder(self.vae, *normalising_fold(self.vae, self.pools, self.device))
-        conv, channels = self.vae.encoder.conv_out, self.vae.config.latent_channels
+        conv = self.vae.encoder.conv_out
+        channels = self.vae.config.latent_channels
         conv.weight[channels:] *= _FIRST_NOISE
         conv.bias[channels:] = 2 * math.log(_FIRST_NOISE / SD3_LATENTS.scale)
         self.vae.decoder.conv_in.weight *= SD3_LATENTS.scale  # random weights expect inputs of deviation 1
@@ -231,7 +241,8 @@ class VaeTask:
         images = images.flip(3) if step % 2 else images
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             output, mean, logvar = self._reconstruct(images, self._noise(step, images))
-        l1, mse = F.l1_loss(output, images), F.mse_loss(output, images)
+        l1 = F.l1_loss(output, images)
+        mse = F.mse_loss(output, images)
         kl = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
         loss = options.l1 * l1 + options.mse * mse + options.gradient * gradient_loss(output, images)
         loss = loss + (0.0 if options.decoder_only else options.kl) * kl
@@ -245,7 +256,8 @@ class VaeTask:
         seed = int(stream(self.options.seed, "parts-vae-noise", 0, 0, step).integers(1 << 62))
         generator = torch.Generator(self.device).manual_seed(seed)
         factor = 2 ** (len(self.vae.config.block_out_channels) - 1)
-        height, width = images.shape[2] // factor, images.shape[3] // factor
+        height = images.shape[2] // factor
+        width = images.shape[3] // factor
         shape = (len(images), self.vae.config.latent_channels, height, width)
         return torch.randn(shape, generator=generator, device=self.device)
 
@@ -269,7 +281,8 @@ class VaeTask:
         begin, end = _ADVERSARY_STEPS
         weight = self.options.adversarial * min(1.0, max(0.0, (step - begin) / (end - begin)))
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            real, fake = discriminator(images), discriminator(output.detach())
+            real = discriminator(images)
+            fake = discriminator(output.detach())
             judged = frozen_call(discriminator, output)
         own = F.relu(1 - real.float()).mean() + F.relu(1 + fake.float()).mean()
         loss: Tensor = own - weight * judged.float().mean()
@@ -279,7 +292,8 @@ class VaeTask:
     def evaluate(self) -> dict[str, float]:
         """Return the PSNR of held-out images, in float32 as the VAE is used, and write the grid."""
         vae = self.finished()
-        error, count = 0.0, 0
+        error = 0.0
+        count = 0
         most = _EVALUATED if self.device.type != "cpu" else _ON_CPU
         shown: list[tuple[Tensor, Tensor]] = []
         with tf32_convolutions():
@@ -329,7 +343,8 @@ def gradient_loss(output: Tensor, images: Tensor, scales: int = 3) -> Tensor:
     for _ in range(scales):
         for dim in (2, 3):
             loss = loss + (output.diff(dim=dim) - images.diff(dim=dim)).abs().mean()
-        output, images = F.avg_pool2d(output, 2), F.avg_pool2d(images, 2)
+        output = F.avg_pool2d(output, 2)
+        images = F.avg_pool2d(images, 2)
     return loss / (2 * scales)
 
 

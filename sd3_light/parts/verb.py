@@ -164,7 +164,10 @@ class _Stage:
     """One run of the stage."""
 
     def __init__(self, dataset: DatasetConfig, out: Path, options: PartsOptions, requests: RunRequests) -> None:
-        self.dataset, self.out, self.options, self.requests = dataset, out, options, requests
+        self.dataset = dataset
+        self.out = out
+        self.options = options
+        self.requests = requests
         self.should_stop = _stop_rule(requests, options.stop_after)
         self.device = Launch().device()
         torch.backends.cudnn.benchmark = self.device.type == "cuda"
@@ -180,7 +183,8 @@ class _Stage:
     def _train(self, todo: Sequence[str]) -> None:
         workers = self.options.workers if self.options.workers is not None else min(16, (os.cpu_count() or 2) - 1)
         pools = load_pools(self.dataset, self.out / WORK, self.options.max_images, workers)
-        total, held_out = sum(len(pool.ids) for pool in pools), sum(pool.held_out for pool in pools)
+        total = sum(len(pool.ids) for pool in pools)
+        held_out = sum(pool.held_out for pool in pools)
         if not held_out and ("vae" in todo or not self.options.random_text):
             raise UserError(
                 f"{total} images are too few: none is held out to measure training with; give at least 4 of one size"
@@ -233,7 +237,8 @@ class _Stage:
         write_atomically(self.out / "model_index.json", (json.dumps(index, indent=1) + "\n").encode())
 
     def _train_vae(self, pools: list[Pool]) -> None:
-        options, work = self.options, self.out / WORK / "vae"
+        options = self.options
+        work = self.out / WORK / "vae"
         own = replace(options.vae, batch=options.vae.batch or saved_identity(work).get("batch"))
         pools = on_device(pools, self.device)
         start = build_vae(VAE_SIZES[options.vae_size], options.channels, own.seed)
@@ -245,7 +250,8 @@ class _Stage:
             task.start_from()
         millions = sum(value.numel() for value in vae.parameters()) / 1e6
         info(f"vae: {millions:.1f} M parameters on {self.device}, {task.batch} images per step")
-        own, init = task.options, None if options.init is None else options.init.name
+        own = task.options
+        init = None if options.init is None else options.init.name
         identity = {**_facts(own), "channels": options.channels, "size": options.vae_size, "images": _digests(pools),
                     "init": init}  # fmt: skip
         fit = Fit("vae", task, options.vae_fit, work, identity)
@@ -259,7 +265,9 @@ class _Stage:
             _write_note(folder, note)
 
     def _train_text(self, pools: list[Pool], tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
-        options, work, share = self.options, self.out / WORK / "text", self.options.judge_share
+        options = self.options
+        work = self.out / WORK / "text"
+        share = self.options.judge_share
         images = captioned_images(pools, tokenizers, self.device, lambda caption: not is_of_judge(caption, share))
         task = self._text_task(tokenizers, images, work, options.text.seed)
         identity = self._text_identity(task, pools)

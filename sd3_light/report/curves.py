@@ -104,7 +104,8 @@ class CurveBuilder:
 
     def __init__(self, num_records: int, names: Iterable[str], groups: Iterable[str] = ()) -> None:
         self._bin_size = max(1, math.ceil(num_records / NUM_BINS))
-        self._names, self._groups = tuple(names), tuple(groups)
+        self._names = tuple(names)
+        self._groups = tuple(groups)
         self._num_bins = 0
         self._bins: dict[str, list[Bin]] = {}
         self._records: list[Mapping[str, Any]] = []
@@ -117,7 +118,8 @@ class CurveBuilder:
         if len(self._x) >= self._bin_size:
             for name, closed in self._open_bins():
                 self._bins.setdefault(name, []).append(closed)
-            self._x, self._records = [], []
+            self._x = []
+            self._records = []
             self._num_bins += 1
             if self._num_bins >= 2 * NUM_BINS:
                 self._join_pairs()
@@ -168,7 +170,9 @@ class CurveBuilder:
 def make_bin(number: int, xs: list[float], ys: list[Any]) -> Bin:
     """Return the bin of consecutive records, of which not all values need to be finite."""
     try:
-        total, lowest, highest = sum(ys), min(ys), max(ys)
+        total = sum(ys)
+        lowest = min(ys)
+        highest = max(ys)
     except TypeError:  # the log writes nan and the infinities as strings
         total = lowest = highest = math.nan
     nonfinite = None
@@ -178,8 +182,12 @@ def make_bin(number: int, xs: list[float], ys: list[Any]) -> Bin:
         finite = [(x, y) for x, y in pairs if abs(y) < _LARGEST]
         if not finite:
             return Bin(number, xs[0], xs[-1], 0, 0.0, (0.0, 0.0), (0.0, 0.0), math.nan, nonfinite)
-        xs, ys = [x for x, _ in finite], [y for _, y in finite]
-        total, lowest, highest = sum(ys), min(ys), max(ys)
-    low, high = ys.index(lowest), ys.index(highest)
+        xs = [x for x, _ in finite]
+        ys = [y for _, y in finite]
+        total = sum(ys)
+        lowest = min(ys)
+        highest = max(ys)
+    low = ys.index(lowest)
+    high = ys.index(highest)
     last = float(ys[-1])
     return Bin(number, xs[0], xs[-1], len(ys), total, (xs[low], ys[low]), (xs[high], ys[high]), last, nonfinite)

@@ -98,7 +98,8 @@ def sample_file(event: LogEvent) -> Path:
 def _load(folder: Path, event: LogEvent, uri_of: Callable[[Path, Image.Image], str]) -> SampleGrid:
     file = sample_file(event)
     with open_regular(folder / file) as data, Image.open(data) as opened:
-        size, uri = opened.size, uri_of(file, opened)
+        size = opened.size
+        uri = uri_of(file, opened)
     step = event.get("step", 0)
     samples = f" · {event['samples']:,} samples seen" if event.get("samples") is not None else ""
     caption = f"step {step:,}{samples} · {utc_time(event['time'])}"

@@ -17,7 +17,8 @@ STEP_PREFIX = b'{"event": "step",'
 
 _SCANNED = {name: f'"{name}": '.encode() for name in ("step", "loss", "grad_norm")}
 _MOST_MARKS = 20_000
-_HEAD_BYTES, _TAIL_BYTES = 1 << 16, 1 << 18
+_HEAD_BYTES = 1 << 16
+_TAIL_BYTES = 1 << 18
 _PREVIEW_BYTES = 1 << 15  # at each end
 _CHOSEN_BYTES = 1 << 14  # in which such a line is looked for
 
@@ -96,7 +97,8 @@ class LineMarks:
     """Where steps are in a log: every 64th of them, of very many fewer."""
 
     def __init__(self) -> None:
-        self._every, self._seen = 64, 0
+        self._every = 64
+        self._seen = 0
         self._marks: list[LineMark] = []
 
     @property

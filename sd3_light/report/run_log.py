@@ -166,7 +166,8 @@ class RunReport:
     @property
     def seconds_left(self) -> float | None:
         """The time to the last step at the speed since the last start; None if it does not run or logged no step."""
-        step, begin = self.last.get("step", {}), self.begin
+        step = self.last.get("step", {})
+        begin = self.begin
         steps = step.get("step", 0) - begin.get("step", 0)
         seconds = step.get("time", 0.0) - begin.get("time", 0.0)
         if self.is_running is False or self.has_ended or "total" not in begin or steps <= 0 or seconds <= 0:
@@ -176,7 +177,8 @@ class RunReport:
     @property
     def has_ended(self) -> bool:
         """Whether the last process logged that it stopped, or reached the last step."""
-        stop, step = self.last.get("stop"), self.last.get("step")
+        stop = self.last.get("stop")
+        step = self.last.get("step")
         if stop is not None and stop["time"] >= self.begin.get("time", -math.inf):
             return True
         return step is not None and bool(step["step"] >= self.begin.get("total", math.inf))
@@ -189,7 +191,8 @@ class RunReport:
     @property
     def status(self) -> str:
         """Whether the run has ended, and why."""
-        stop, step = self.last.get("stop"), self.last.get("step")
+        stop = self.last.get("stop")
+        step = self.last.get("step")
         if stop is not None and stop["time"] >= self.begin.get("time", -math.inf):
             reason = stop.get("reason", "unknown reason")
             verb = "finished" if reason == "finished" else "stopped"
@@ -285,7 +288,8 @@ class RunReader:
 
     def _read(self, file: BinaryIO) -> RunReport | str:
         """Return the report, or why the log cannot be read."""
-        log, self._log = self._log, None
+        log = self._log
+        self._log = None
         try:
             if log is None or not log.extend(file):
                 file.seek(0)
@@ -315,8 +319,11 @@ class _ReadLog:
         self._evals = {key: CurveBuilder(count, EVAL_FIELDS) for key, count in counts.evals.items()}
         self._metrics = {key: CurveBuilder(count, (), METRIC_GROUPS) for key, count in counts.metrics.items()}
         self._rewards = CurveBuilder(counts.rewards, REWARD_FIELDS)
-        self._num_steps, self._last_step = 0, (0, b"")
-        self._end, self._first_line, self._last_line = 0, b"", b""
+        self._num_steps = 0
+        self._last_step = (0, b"")
+        self._end = 0
+        self._first_line = b""
+        self._last_line = b""
         self._segment: RunSegment | None = None
         self._marks = LineMarks()
         file.seek(0)
@@ -376,7 +383,8 @@ class _ReadLog:
 
     def report(self) -> RunReport:
         """Return the report of the lines so far; later lines do not change it."""
-        read, last = self._read, dict(self._read.last)
+        read = self._read
+        last = dict(self._read.last)
         if self._last_step[1]:
             last["step"] = parse_line(self._path, *self._last_step)
         return replace(
@@ -416,7 +424,8 @@ class _ReadLog:
 
     def _add(self, event: LogEvent, number: int, line: bytes) -> None:
         """Add an event to the curves, unless a resumed run repeated it."""
-        segment, kind = self._segment, event["event"]
+        segment = self._segment
+        kind = event["event"]
         if segment is not None:
             segment.end = max(segment.end, event.get("time", segment.end))
             if event.get("step", 0) > segment.limit:
@@ -495,7 +504,9 @@ class _FirstPass:
         report.segments.clear()
         for events in (report.last, report.events, report.samples, self.evals, self.metrics):
             events.clear()
-        self.steps, self.rewards, self.first_line = 0, 0, self.lines - 1
+        self.steps = 0
+        self.rewards = 0
+        self.first_line = self.lines - 1
 
     def set_limits(self) -> None:
         """Limit each segment to the steps before every later segment."""

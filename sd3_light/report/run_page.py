@@ -77,7 +77,8 @@ def render_run_page(
 
 def _tiles(report: RunReport) -> list[tuple[str, str, str]]:
     """Return the value, name and hint of each number at the top."""
-    step, loss = report.last.get("step", {}), report.steps.get("loss")
+    step = report.last.get("step", {})
+    loss = report.steps.get("loss")
     tiles = []
     if "step" in step:
         total = f" of {report.begin['total']:,}" if "total" in report.begin else ""
@@ -104,7 +105,8 @@ def _facts(report: RunReport) -> list[tuple[str, str, str]]:
     begin = report.begin
     facts = [("status", report.status)]
     if report.segments:
-        start, end = report.segments[0].begin["time"], max(segment.end for segment in report.segments)
+        start = report.segments[0].begin["time"]
+        end = max(segment.end for segment in report.segments)
         separator = " to" if report.has_ended else "; last log entry"
         facts.append(("time", f"{utc_time(start)}{separator} {utc_time(end)}"))
         facts.append(("running time", f"{duration(report.seconds)}, with {plural(len(report.resumes), 'resume')}"))

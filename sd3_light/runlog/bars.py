@@ -30,7 +30,10 @@ class Bar:
     """The progress of a job. `done`, `total` and `fields` can be read at any time."""
 
     def __init__(self, title: str, total: int | None, unit: str, done: int):
-        self.title, self.total, self.unit, self.done = title, total, unit, done
+        self.title = title
+        self.total = total
+        self.unit = unit
+        self.done = done
         self.fields: dict[str, Field] = {}
         self._first = (time.monotonic(), done)
         self._points = deque([self._first], maxlen=_NUM_POINTS)

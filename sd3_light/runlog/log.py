@@ -66,7 +66,8 @@ class RunLog:
         self._x_axis = x_axis
         self._lock = threading.Lock()
         self._file: FileIO | None = None
-        self._pending, self._is_full = b"", False
+        self._pending = b""
+        self._is_full = False
         if is_main_process():
             folder.mkdir(parents=True, exist_ok=True)
             with write_errors(self.path):
@@ -89,7 +90,8 @@ class RunLog:
         with self._lock:
             self._append(line.encode() + b"\n")
             if kind in CURVE_EVENTS:
-                points, x = dict(curve_points(kind, fields, self._x_axis)), _to_python(fields[self._x_axis])
+                points = dict(curve_points(kind, fields, self._x_axis))
+                x = _to_python(fields[self._x_axis])
                 self._mirror(lambda mirror: mirror.log(points, step=x))
             elif kind in ("start", "resume") and self._tensorboard is not None and self._x_axis in fields:
                 self._tensorboard.begin(_to_python(fields[self._x_axis]) + (kind == "resume"))

@@ -64,7 +64,10 @@ class RemoteRun:
     def __init__(
         self, module: Any, run: Any, last_step: Callable[[], int], errors: tuple[type[Exception], ...]
     ) -> None:
-        self._module, self._run, self._last_step, self._errors = module, run, last_step, errors
+        self._module = module
+        self._run = run
+        self._last_step = last_step
+        self._errors = errors
         self._is_reported = False
 
     def log(self, values: Mapping[str, float], step: int) -> None:

@@ -14,12 +14,16 @@ from sd3_light.runlog import info
 
 Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
-_TEXT_SIZE, _TITLE_SIZE = 11, 16
+_TEXT_SIZE = 11
+_TITLE_SIZE = 16
 _LINE = 14  # from one line of a caption to the next, in pixels
 _GAP = 8  # between cells, and between an image and its caption
 _MARK = 8  # the side of the square that marks right or wrong
-_PAPER, _INK = (232, 232, 236), (30, 30, 30)  # not white, so that white images show their edges
-_RIGHT, _WRONG = (20, 160, 60), (215, 30, 40)
+# not white, so that white images show their edges
+_PAPER = (232, 232, 236)
+_INK = (30, 30, 30)
+_RIGHT = (20, 160, 60)
+_WRONG = (215, 30, 40)
 
 # Without fontconfig: common fonts with Chinese glyphs, by file name.
 _CJK_FILES = (
@@ -61,9 +65,11 @@ def make_grid(
     """
     assert images and columns >= 1 and scale >= 1, (len(images), columns, scale)
     assert len(captions) == len(images), (len(captions), len(images))
-    columns, nearest = min(columns, len(images)), Image.Resampling.NEAREST
+    columns = min(columns, len(images))
+    nearest = Image.Resampling.NEAREST
     large = [image.convert("RGB").resize((image.width * scale, image.height * scale), nearest) for image in images]
-    width, height = max(image.width for image in large), max(image.height for image in large)
+    width = max(image.width for image in large)
+    height = max(image.height for image in large)
     indent = _MARK + 4 if marks is not None else 0
     cells = []
     for image, caption, fallback, mark in zip_longest(large, captions, fallback_captions or (), marks or ()):
@@ -84,7 +90,8 @@ def _draw(
     heading = [] if title is None else _wrap(title, font, sheet_width - 2 * _GAP)
     top = _GAP + len(heading) * (_TITLE_SIZE + 6)
     sheet = Image.new("RGB", (sheet_width, top + sum(heights)), _PAPER)
-    draw, boxes = ImageDraw.Draw(sheet), []
+    draw = ImageDraw.Draw(sheet)
+    boxes = []
     for number, line in enumerate(heading):
         draw.text((_GAP, _GAP + number * (_TITLE_SIZE + 6) - 2), line, font=font, fill=_INK)
     for row, row_height in zip(rows, heights, strict=True):

@@ -56,7 +56,8 @@ def _csv_rows(path: Path, text: str) -> list[PromptRow]:
     lines = _csv_lines(path, text)
     _, header = next(lines, (0, []))
     _check_header(path, header)
-    rows, faults = [], []
+    rows = []
+    faults = []
     for number, cells in lines:
         values, row_faults = _parse(header, cells)
         faults += [f"{path}:{number}: {fault}" for fault in row_faults]

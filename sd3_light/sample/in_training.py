@@ -127,7 +127,8 @@ class Sampler:
         and transfers CPU tensors (gloo). A grid that cannot be written, or with values that are not finite, is
         reported, and None on rank 0 too.
         """
-        images, fault = self._gather(self.draw(denoise), group), self._first_fault(group)
+        images = self._gather(self.draw(denoise), group)
+        fault = self._first_fault(group)
         if images is None:
             return None
         if fault is not None:

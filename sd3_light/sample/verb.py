@@ -197,7 +197,8 @@ class OpenModel:
         options = self.options
         pipe = self.pipe.pipe if isinstance(self.pipe, Phases) else self.pipe
         default_width, default_height = self.policy.default_size(pipe)
-        width, height = row.width or options.width or default_width, row.height or options.height or default_height
+        width = row.width or options.width or default_width
+        height = row.height or options.height or default_height
         negative = options.negative_prompt if row.negative_prompt is None else row.negative_prompt
         frames = options.frames or self.policy.default_frames
         fault = self.policy.size_fault(pipe, width, height) or self.policy.frames_fault(frames)
@@ -227,7 +228,9 @@ class OpenModel:
         A number that another process has used meanwhile is an error, or, with ``renumber``, replaced by the next free
         one. ``watch`` follows the images by their index among the requests.
         """
-        numbers, options, common = list(requests), self.options, self._common_facts()
+        numbers = list(requests)
+        options = self.options
+        common = self._common_facts()
         exact = self.pipe.device.type == "cpu"
         images = list(requests.values())
         batches = stream_images(
@@ -254,7 +257,8 @@ class OpenModel:
 
     def _common_facts(self) -> dict[str, Any]:
         """Return the metadata that all images share."""
-        scheduler, options = self.pipe.scheduler.config, self.options
+        scheduler = self.pipe.scheduler.config
+        options = self.options
         shift = scheduler.get("flow_shift", scheduler.get("shift"))
         loras = (*self.chosen.loras, *options.loras)
         return {
@@ -336,17 +340,20 @@ def _set_scheduler(pipe: Any, own: Any, options: SampleOptions, policy: Pipeline
 
 def _generate(model: OpenModel, requests: Mapping[int, ImageRequest], out: Path) -> float:
     """Generate and write this process's images; return the longest time between two batches, in seconds."""
-    slowest, last = 0.0, time.monotonic()
+    slowest = 0.0
+    last = time.monotonic()
     with progress("sample", len(requests), "images") as bar:
         for files in model.draw(requests, out):
             bar.advance(len(files))
-            slowest, last = max(slowest, time.monotonic() - last), time.monotonic()
+            slowest = max(slowest, time.monotonic() - last)
+            last = time.monotonic()
     return slowest
 
 
 def _wait_for(paths: Sequence[Path], timeout: float, pause: float = 0.2) -> None:
     """Wait until all files exist; raise a UserError after ``timeout`` seconds without a new one."""
-    missing, last_change = [path for path in paths if not path.exists()], time.monotonic()
+    missing = [path for path in paths if not path.exists()]
+    last_change = time.monotonic()
     while missing:
         if time.monotonic() - last_change > timeout:
             raise UserError(
@@ -356,7 +363,8 @@ def _wait_for(paths: Sequence[Path], timeout: float, pause: float = 0.2) -> None
         time.sleep(pause)
         still_missing = [path for path in missing if not path.exists()]
         if len(still_missing) < len(missing):
-            missing, last_change = still_missing, time.monotonic()
+            missing = still_missing
+            last_change = time.monotonic()
 
 
 def _make_grid(requests: dict[int, ImageRequest], total: int, out: Path, path: Path) -> None:

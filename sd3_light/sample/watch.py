@@ -100,7 +100,8 @@ class Preview:
     @torch.no_grad()
     def learn(self, latents: Tensor, images: Sequence[Image.Image]) -> None:
         """Improve the next previews by finished images and their latents."""
-        height, width = images[0].height, images[0].width
+        height = images[0].height
+        width = images[0].width
         grid = as_grid(latents, height / width).float().cpu()
         pixels = torch.stack([torch.from_numpy(np.array(image.convert("RGB"))) for image in images])
         with self._lock:

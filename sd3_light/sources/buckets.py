@@ -71,7 +71,9 @@ def aspect_ratios(directory: DirectoryConfig) -> tuple[float, ...]:
     """Return the configured ratios width/height of a directory: ``ar_buckets``, or a geometric series."""
     if directory.ar_buckets:
         return directory.ar_buckets
-    low, high, count = directory.min_ar, directory.max_ar, directory.num_ar_buckets
+    low = directory.min_ar
+    high = directory.max_ar
+    count = directory.num_ar_buckets
     if count == 1:
         return (math.sqrt(low * high),)
     return tuple(low * (high / low) ** (i / (count - 1)) for i in range(count))
@@ -86,7 +88,8 @@ def assign(width: int, height: int, buckets: Sequence[Bucket]) -> Bucket:
     assert buckets, "an image needs at least one bucket"
 
     def cost(bucket: Bucket) -> tuple[Fraction, float, bool, int, Bucket]:
-        wide, tall = width * bucket.height, height * bucket.width
+        wide = width * bucket.height
+        tall = height * bucket.width
         fit = plan(width, height, bucket)
         # a fraction, so that equal ratios tie exactly; it is monotonic in the distance of the logarithms
         stretch = Fraction(max(wide, tall), min(wide, tall))
@@ -161,7 +164,8 @@ def plan(width: int, height: int, bucket: Bucket) -> ResizePlan:
     else:
         resized = max(bucket.width, _round_div(width * bucket.height, height)), bucket.height
         enlarged = bucket.height > height
-    left, top = (resized[0] - bucket.width) // 2, (resized[1] - bucket.height) // 2
+    left = (resized[0] - bucket.width) // 2
+    top = (resized[1] - bucket.height) // 2
     return ResizePlan(
         source=(width, height),
         resized=resized,

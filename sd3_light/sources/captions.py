@@ -119,7 +119,8 @@ def caption_variants(captions: Sequence[str], seed: int, key: str, directory: Di
     equal, so that a uniform choice of a variant is a uniform choice of a caption.
     """
     count = _num_shuffles(directory)
-    delimiter, prefix = directory.cache_shuffle_delimiter, directory.caption_prefix
+    delimiter = directory.cache_shuffle_delimiter
+    prefix = directory.caption_prefix
     tags = [caption.removeprefix(prefix).split(delimiter) for caption in captions]
     if count == 0 or all(len(parts) == 1 for parts in tags):
         return tuple(captions)
@@ -127,7 +128,8 @@ def caption_variants(captions: Sequence[str], seed: int, key: str, directory: Di
     drops = stream(seed, "tag_dropout", epoch=0, repeat=0, sample_id=sample_id(key))
     variants = []
     for parts in tags:
-        kept, others = parts[: directory.keep_tokens], parts[directory.keep_tokens :]
+        kept = parts[: directory.keep_tokens]
+        others = parts[directory.keep_tokens :]
         for _ in range(count):
             shuffled = [others[i] for i in draws.permutation(len(others))]
             remaining = [

@@ -166,7 +166,9 @@ class Catalogue:
     """The catalogue in a cache folder. Any number of processes fill it; each starts at its ``share`` (rank, world)."""
 
     def __init__(self, cache_dir: Path, claims: Claims, share: tuple[int, int] = (0, 1)) -> None:
-        self.folder, self.claims, self._share = cache_dir / CATALOGUE_FOLDER, claims, share
+        self.folder = cache_dir / CATALOGUE_FOLDER
+        self.claims = claims
+        self._share = share
         self._parts = self.folder / "parts"
         self._unprobed: dict[str, int] = {}  # rows by part that `probe_images` has yet to report
 
@@ -261,7 +263,10 @@ class Catalogue:
                 self._mark_used(part)
             path.touch()
             return
-        parts, count, unmatched, excluded = [], 0, itertools.count(), itertools.count()
+        parts = []
+        count = 0
+        unmatched = itertools.count()
+        excluded = itertools.count()
         items = scan(
             source.directory, source.index, on_unmatched=partial(next, unmatched), on_excluded=partial(next, excluded)
         )

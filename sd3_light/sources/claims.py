@@ -25,7 +25,9 @@ STALE_AFTER_SECONDS = 60.0
 """An owner on another machine counts as dead when its heartbeat is older than this."""
 
 _CLOCK_STEP_SECONDS = 0.001
-_ALIVE, _CLAIM, _GONE = ".alive", ".claim", ".gone"
+_ALIVE = ".alive"
+_CLAIM = ".claim"
+_GONE = ".gone"
 
 
 class Claims:
@@ -34,10 +36,13 @@ class Claims:
     def __init__(
         self, folder: Path, heartbeat: float = HEARTBEAT_SECONDS, stale_after: float = STALE_AFTER_SECONDS
     ) -> None:
-        self.folder, self._interval, self._stale_after = folder, heartbeat, stale_after
+        self.folder = folder
+        self._interval = heartbeat
+        self._stale_after = stale_after
         self.owner = f"{machine()}-{os.getpid()}-{process_start(os.getpid())}-{uuid.uuid4().hex[:6]}"
         self._heartbeat_file = folder / f"{self.owner}{_ALIVE}"
-        self._stop, self._thread = threading.Event(), threading.Thread(target=self._heartbeat, daemon=True)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._heartbeat, daemon=True)
         self._owned: set[str] = set()
         self._done: set[str] = set()
 

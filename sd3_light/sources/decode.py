@@ -138,7 +138,8 @@ def _probe_video(location: SampleLocation, fps: float) -> Probe | None:
         if not is_video(file):
             return None
         size = count_frames(file, fps or None)
-        mask_digest, digest = _digest_or_none(_read(location.mask)), _video_digest(file, fps)
+        mask_digest = _digest_or_none(_read(location.mask))
+        digest = _video_digest(file, fps)
         return Probe(size.width, size.height, digest, mask_digest=mask_digest, frames=size.frames, fps=fps)
 
 
@@ -162,7 +163,8 @@ def _decode(task: DecodeTask) -> Decoded:
     try:
         if task.probe.frames:
             return _decode_video(task, resize)
-        location, probed = task.location, task.probe
+        location = task.location
+        probed = task.probe
         image = None if "image" in task.copied else _read_unchanged(location.image, probed.digest)
         weights = _mask_weights(task, resize)
         worse = None if "rejected" in task.copied else _read_unchanged(location.rejected, probed.rejected_digest)

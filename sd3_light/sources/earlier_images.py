@@ -122,6 +122,7 @@ def _stack(thumbnails: list[bytes]) -> NDArray[np.uint8]:
 
 def are_similar(thumbnail: NDArray[np.uint8], others: NDArray[np.uint8]) -> NDArray[np.bool_]:
     """Return for each of the other thumbnails whether it is similar to the first."""
-    lowest, highest = np.maximum(thumbnail, TOLERANCE) - TOLERANCE, np.minimum(thumbnail, 255 - TOLERANCE) + TOLERANCE
+    lowest = np.maximum(thumbnail, TOLERANCE) - TOLERANCE
+    highest = np.minimum(thumbnail, 255 - TOLERANCE) + TOLERANCE
     similar: NDArray[np.bool_] = np.all((lowest <= others) & (others <= highest), axis=-1)
     return similar

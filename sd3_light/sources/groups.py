@@ -124,7 +124,8 @@ class _Parents:
     def unite(self, one: int, other: int) -> None:
         """Unite the sets of two images; an image that is new is a set."""
         self._extend(max(one, other) + 1)
-        one, other = self._root(one), self._root(other)
+        one = self._root(one)
+        other = self._root(other)
         self._parents[max(one, other)] = min(one, other)
 
     def _extend(self, count: int) -> None:

@@ -17,7 +17,8 @@ from sd3_light.sources.preprocess import THUMBNAIL_SIDE
 from sd3_light.sources.selection import matches_size
 
 _SHOWN = 3  # pairs
-_SIMILAR, _EQUAL = 1, 2
+_SIMILAR = 1
+_EQUAL = 2
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,8 @@ class NameSet:
     """A set of names, iterated in sorted order (by code points, as Python sorts texts)."""
 
     def __init__(self, database: sqlite3.Connection, number: int) -> None:
-        self._database, self._number = database, number
+        self._database = database
+        self._number = number
         self._pending: list[tuple[int, bytes, str]] = []
 
     def add(self, name: str, note: str = "") -> None:
@@ -103,7 +104,8 @@ class NameSet:
             yield from (_decode(name) for (name,) in page)
             if len(page) < size:
                 return
-            first, size = page[-1][0] + b"\0", _READ
+            first = page[-1][0] + b"\0"
+            size = _READ
 
     def _flush(self) -> None:
         if self._pending:

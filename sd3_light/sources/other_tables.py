@@ -23,9 +23,11 @@ class OtherTable:
     """The table of a folder, if it has one, and why other files are not read. ``base`` is the folder's name."""
 
     def __init__(self, base: str, file: str = "", table: CaptionTable | None = None, notes: Sequence[str] = ()) -> None:
-        self.base, self.file = base, file
+        self.base = base
+        self.file = file
         self.is_needed = False
-        self._table, self._notes = table, tuple(notes)
+        self._table = table
+        self._notes = tuple(notes)
 
     def claim(self, name: str) -> ClaimedRows | None:
         """Mark the rows of a file as used and return them; None if there are none."""
@@ -71,7 +73,8 @@ class Candidates:
 
     def choose(self, context: ScanContext, path: str, base: str) -> OtherTable:
         """Return the table of the folder ``path``."""
-        notes, tables = [], []
+        notes = []
+        tables = []
         if self._count[False] > _MOST_OPENED:
             notes.append(f"{self._count[False]:,} tables are in {base or 'its folder'}, and none is read: {_NAME_ONE}")
         files = [name for kind, names in self._names.items() if self._count[kind] <= _MOST_OPENED for name in names]

@@ -146,12 +146,15 @@ def _rows(
     selected: dict[str, str],
 ) -> Iterator[ScanItem]:
     number = 0
-    masks, columns = name.removesuffix(".parquet"), dict.fromkeys((*captions, *selected.values()))
+    masks = name.removesuffix(".parquet")
+    columns = dict.fromkeys((*captions, *selected.values()))
     for group in range(file.num_row_groups):
-        row, limit = 0, _limit(file, image, group, context.max_image_bytes)
+        row = 0
+        limit = _limit(file, image, group, context.max_image_bytes)
         batch_rows = _batch_rows(file, columns, group, _CAPTION_ROWS)
         # a file at a URL is not for several threads
-        threads, names = not is_url(path), list(columns)
+        threads = not is_url(path)
+        names = list(columns)
         for batch in file.iter_batches(batch_rows, row_groups=[group], columns=names, use_threads=threads):
             values = {column: batch.column(column).to_pylist() for column in columns}
             for at in range(len(batch)):
@@ -160,7 +163,8 @@ def _rows(
                 fetch = partial(_texts, [values[column][at] for column in captions], context.columns)
                 cells = partial(_cells, values, selected, at)
                 yield from context.sample(f"{name}/{row_name}", cell, fetch, f"{masks}/{row_name}", cells)
-                row, number = row + 1, number + 1
+                row = row + 1
+                number = number + 1
 
 
 def _limit(file: Any, image: str, group: int, most: float) -> int:
@@ -233,11 +237,13 @@ class _Cursor:
         # a buffered stream of pages instead of whole column chunks
         self._source = open_file(path) if is_url(path) else None
         self._file = pq.ParquetFile(self._source or _regular(path), buffer_size=1 << 20, pre_buffer=False)
-        self._column, self._threads = column, self._source is None
+        self._column = column
+        self._threads = self._source is None
         self._start(0)
 
     def _start(self, group: int) -> None:
-        self._group, self._first = group, 0
+        self._group = group
+        self._first = 0
         self._values: Any = ()
         rows = _batch_rows(self._file, [self._column], group, _IMAGE_ROWS)
         self._batches = self._file.iter_batches(
@@ -270,7 +276,8 @@ def _cursor(path: str, column: str) -> _Cursor:
     """Return the thread's cursor; it replaces the cursor of another file."""
     if getattr(_current, "source", None) != (path, column):
         _close_cursor()
-        _current.cursor, _current.source = _Cursor(path, column), (path, column)
+        _current.cursor = _Cursor(path, column)
+        _current.source = (path, column)
     cursor: _Cursor = _current.cursor
     return cursor
 

@@ -138,7 +138,8 @@ def decode(data: bytes, draft: Size | None = None) -> Image.Image:
 def make_thumbnail(image: bytes, mask: bytes | None) -> bytes:
     """Return the colours of an image at `THUMBNAIL_SIDE`, with its mask as a fourth channel. Raises Reject."""
     # bilinear: a box of whole pixels would depend on the size of the image
-    size, kernel = (THUMBNAIL_SIDE, THUMBNAIL_SIDE), Image.Resampling.BILINEAR
+    size = (THUMBNAIL_SIDE, THUMBNAIL_SIDE)
+    kernel = Image.Resampling.BILINEAR
     pixels = np.asarray(decode(image, _DRAFT).resize(size, kernel))
     if mask is not None:
         pixels = np.dstack([pixels, np.asarray(decode_mask(mask).resize(size, kernel))])
@@ -182,7 +183,8 @@ def fit_mask(mask: Image.Image, plan: ResizePlan, factor: int = MASK_FACTOR) -> 
 
 def _resample(image: Image.Image, plan: ResizePlan, size: Size, kernel: Image.Resampling) -> Image.Image:
     """Resize the part of ``image`` (the planned image or its mask) inside the plan's crop to ``size``."""
-    x, y = image.width / plan.resized[0], image.height / plan.resized[1]
+    x = image.width / plan.resized[0]
+    y = image.height / plan.resized[1]
     left, top, right, bottom = plan.crop
     box = left * x, top * y, min(right * x, image.width), min(bottom * y, image.height)
     if max(image.size) > _FLOAT32_SIDE:
@@ -293,6 +295,8 @@ def _transform(profile: bytes) -> tuple[tuple[str, ...], ImageCms.ImageCmsTransf
     space = source.profile.xcolor_space.strip()
     if space not in _PROFILE_MODES:
         raise ValueError(f"a profile of {space}")
-    modes, srgb = _PROFILE_MODES[space], ImageCms.createProfile("sRGB")
-    intent, flags = ImageCms.Intent.RELATIVE_COLORIMETRIC, ImageCms.Flags.BLACKPOINTCOMPENSATION
+    modes = _PROFILE_MODES[space]
+    srgb = ImageCms.createProfile("sRGB")
+    intent = ImageCms.Intent.RELATIVE_COLORIMETRIC
+    flags = ImageCms.Flags.BLACKPOINTCOMPENSATION
     return modes, ImageCms.buildTransform(source, srgb, modes[0], "RGB", intent, flags)

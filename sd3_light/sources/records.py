@@ -153,7 +153,8 @@ class Rejects:
         return [self._line(*item) for item in sorted(self.counts.items(), key=lambda item: (-item[1], item[0]))]
 
     def _line(self, reason: str, count: int) -> str:
-        line, keys = f"rejected {count:,}: {reason} ({REASONS[reason]})", self.keys.get(reason, [])
+        line = f"rejected {count:,}: {reason} ({REASONS[reason]})"
+        keys = self.keys.get(reason, [])
         more = f" and {count - len(keys):,} more" if count > len(keys) else ""
         line = f"{line}: {', '.join(keys)}{more}" if keys else line
         return f"{line}: {self.uncaptioned}" if reason == "no_caption" and self.uncaptioned else line

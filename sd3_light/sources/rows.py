@@ -44,7 +44,8 @@ _ERRORS = (OSError, ValueError, RecursionError, csv.Error)
 
 def read_rows(path: str, columns: Columns, selection: Selection | None = None) -> Iterator[TableRow | BrokenRow]:
     """Yield all rows of a table in order. Raises Reject("broken_table"), possibly late, if the file is not a table."""
-    num_objects, missing = 0, {column: key for key, column in _configured(columns)}
+    num_objects = 0
+    missing = {column: key for key, column in _configured(columns)}
     try:
         for position, raw in _raw_rows(path, columns):
             if isinstance(raw, Mapping):
@@ -91,7 +92,8 @@ def _row(raw: Any, columns: Columns) -> TableRow:
         name, value, _ = raw
         value = columns.caption_value(value) if isinstance(value, dict) else value
     elif isinstance(raw, Mapping):
-        name, value = named(raw, columns.image_names(FILE_NAMES)), columns.caption_value(raw)
+        name = named(raw, columns.image_names(FILE_NAMES))
+        value = columns.caption_value(raw)
     else:
         raise Reject("broken_row", "not an object")
     if not isinstance(name, str) or not name.strip():
@@ -236,7 +238,8 @@ class _Window:
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
-        self._text, self._at = "", 0
+        self._text = ""
+        self._at = 0
         self._passed = 0  # characters before the window
 
     def peek(self) -> str:
@@ -288,5 +291,6 @@ class _Window:
         chunk = self._file.read(max(_CHUNK, pending))
         if chunk:
             self._passed += self._at
-            self._text, self._at = self._text[self._at :] + chunk, 0
+            self._text = self._text[self._at :] + chunk
+            self._at = 0
         return bool(chunk)

@@ -55,7 +55,8 @@ def _sample(context: ScanContext, tar: str, base: str, members: _Group, seen: Na
         return
     # masks are in a folder with the name of the tar
     mask_name = f"{posixpath.splitext(tar)[0]}/{base}{image}"
-    captions, columns = partial(_captions, members, context.columns), partial(_columns, members, context)
+    captions = partial(_captions, members, context.columns)
+    columns = partial(_columns, members, context)
     yield from context.sample(name, members[image], captions, mask_name, columns)
 
 
@@ -95,7 +96,8 @@ def _json_row(data: bytes) -> dict[str, Any]:
 
 def _groups(path: str) -> Iterator[tuple[str, _Group]]:
     """Yield groups of neighbouring members with the same name up to the first dot, by lower-case suffix."""
-    base, members = "", _Group()
+    base = ""
+    members = _Group()
     error: Exception | None = None
     try:
         for name, member in _members(path):
@@ -108,7 +110,8 @@ def _groups(path: str) -> Iterator[tuple[str, _Group]]:
             if posixpath.join(folder, stem) != base or suffix in members:
                 if members:
                     yield base, members
-                base, members = posixpath.join(folder, stem), _Group()
+                base = posixpath.join(folder, stem)
+                members = _Group()
             members[suffix] = member
     except _ERRORS as caught:
         error = caught

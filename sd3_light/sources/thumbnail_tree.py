@@ -21,7 +21,8 @@ LEAF_ROWS = 256
 _MIN_FREE = 16  # thumbnails that a new leaf takes at least before it is divided
 _WORTH = 0.97  # a split leaves at most this share of the comparisons
 _BIN = 4  # limits that are tried are this far apart; divides TOLERANCE
-_REACH, _BINS = TOLERANCE // _BIN, 256 // _BIN
+_REACH = TOLERANCE // _BIN
+_BINS = 256 // _BIN
 
 
 class Split(NamedTuple):
@@ -46,7 +47,8 @@ class ThumbnailTree:
         """Return the leaves of all thumbnails whose colours differ by at most ``tolerance``; of 0, its own leaf."""
         if len(thumbnail) not in self._roots:
             self._roots[len(thumbnail)] = self._add_leaf(0)
-        leaves, nodes = [], [self._roots[len(thumbnail)]]
+        leaves = []
+        nodes = [self._roots[len(thumbnail)]]
         while nodes:
             split = self._splits.get(node := nodes.pop())
             if split is None:
@@ -92,7 +94,8 @@ def best_limit(thumbnails: NDArray[np.uint8]) -> tuple[int, int, float] | None:
     below = np.bincount(bins.ravel(), minlength=columns * _BINS).reshape(columns, _BINS).cumsum(1)
     sides = ((0, 0), (_REACH, _REACH))
     padded = np.pad(below, sides, constant_values=((0, 0), (0, rows)))
-    search_low, search_high = padded[:, 2 * _REACH :], rows - padded[:, : -2 * _REACH]
+    search_low = padded[:, 2 * _REACH :]
+    search_high = rows - padded[:, : -2 * _REACH]
     comparisons = search_low * below + search_high * (rows - below)
     best = int(comparisons.argmin())
     if comparisons.flat[best] > _WORTH * rows**2:

@@ -87,7 +87,8 @@ def probe_video(file: BinaryIO, counts: Sequence[int], fps: float | None = None)
 
 def _measured(frames: _Frames, most: int) -> VideoSize:
     """Return the size of the first frame, and how many there are, at most ``most``."""
-    number, size = 0, (0, 0)
+    number = 0
+    size = (0, 0)
     with closing(frames):
         for frame in islice(frames, most):
             if number == 0:
@@ -213,7 +214,8 @@ def _reader(start: bytes) -> str | None:
 def _at_rate(frames: _Frames, fps: Fraction) -> _Frames:
     """Yield the frame nearest to each multiple of 1 / fps after the first frame, until the last frame ends."""
     before: _Frame | None = None
-    number, start = 0, Fraction(0)
+    number = 0
+    start = Fraction(0)
     for frame in frames:
         if before is None:
             start = frame.time

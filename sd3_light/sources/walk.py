@@ -59,7 +59,8 @@ def scan_folder(context: ScanContext, root: DataLocation) -> Iterator[ScanItem]:
 
 
 def _scan(context: ScanContext, folder: _WalkedFolder) -> Iterator[ScanItem | _WalkedFolder]:
-    files, folders = context.name_store.names(), context.name_store.names()
+    files = context.name_store.names()
+    folders = context.name_store.names()
     candidates = Candidates()
     try:
         identity = folder_identity(folder.path)
@@ -84,7 +85,9 @@ def _scan(context: ScanContext, folder: _WalkedFolder) -> Iterator[ScanItem | _W
                 yield context.reject_container(folder.name + file, reject.reason, reject.detail)
         other = stack.enter_context(closing(candidates.choose(context, folder.path, folder.name)))
         # the nearest table comes first
-        all_tables, others, above = (*tables, *folder.tables), (other, *folder.others), folder.above | {identity}
+        all_tables = (*tables, *folder.tables)
+        others = (other, *folder.others)
+        above = folder.above | {identity}
         yield from _scan_files(context, _WalkedFolder(folder.path, folder.name, all_tables, others), files)
         files.clear()
         for name in folders:
@@ -99,10 +102,13 @@ def _scan(context: ScanContext, folder: _WalkedFolder) -> Iterator[ScanItem | _W
 
 
 def _scan_files(context: ScanContext, folder: _WalkedFolder, files: NameSet) -> Iterator[ScanItem]:
-    last_stem, is_remote = "", is_url(folder.path)  # the stem of the last file that is not a caption
+    # the stem of the last file that is not a caption
+    last_stem = ""
+    is_remote = is_url(folder.path)
     for file in files:
         stem, suffix = os.path.splitext(file)
-        path, name = f"{folder.path}/{file}", folder.name + file
+        path = f"{folder.path}/{file}"
+        name = folder.name + file
         match suffix.lower():
             case known if known in context.media.suffixes:
                 claimed = _claim(folder, file, files)
@@ -191,7 +197,8 @@ def _leftovers(context: ScanContext, path: str, base: str, table: CaptionTable) 
         for name, reason, detail in table.leftovers():
             # a table may list existing files that are not images
             if reason == "missing_file" and not is_url(path) and os.path.isfile(f"{path}/{name}"):
-                reason, detail = "unsupported_format", "listed in a caption table"
+                reason = "unsupported_format"
+                detail = "listed in a caption table"
             yield from context.reject(base + name, reason, detail)
     except Reject as reject:
         yield context.reject_container(base, reject.reason, reject.detail)

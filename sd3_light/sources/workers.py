@@ -35,7 +35,9 @@ class WorkerPool(Generic[Task, Result]):
     def __init__(
         self, count: int, work: Callable[[Sequence[Task]], list[Result]], crashed: Result, ahead: int | None = None
     ) -> None:
-        self._count, self._work, self._crashed = count, work, crashed
+        self._count = count
+        self._work = work
+        self._crashed = crashed
         self.ahead = ahead or count + 1
         self._pool: ProcessPoolExecutor | None = None
 

@@ -88,8 +88,11 @@ class TaskBatches(Dataset[Any]):
     def __init__(
         self, dataset: Dataset[Any], samples: SampleOrder, launch: Launch, micro_batches: int, read: ReadItem | None
     ) -> None:
-        self.dataset, self.samples, self.read = dataset, samples, read
-        self.launch, self.micro_batches = launch, micro_batches
+        self.dataset = dataset
+        self.samples = samples
+        self.read = read
+        self.launch = launch
+        self.micro_batches = micro_batches
         self.load_from_cache = bool(getattr(dataset, "load_from_cache", False))
         self._prefetched: WindowRange | None = None
 

@@ -106,7 +106,8 @@ class TaskCall:
 
     def evaluation_batches(self) -> Iterator[tuple[str, TaskBatches]]:
         """Yield the name and the batches of each evaluation set: each sample once, in order."""
-        batch, bucket_of = self.settings.batch_size * self.launch.world, self.settings.bucket_of
+        batch = self.settings.batch_size * self.launch.world
+        bucket_of = self.settings.bucket_of
         held_out = None if self.sides is None else self.sides.indices(VALIDATION)
         if held_out:
             samples = SampleOrder(self.dataset, 0, batch, bucket_of, indices=held_out)

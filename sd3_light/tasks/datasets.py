@@ -273,7 +273,8 @@ class VideoDataset(SourceDataset):
         known = (*_RESIZE_KEYS, *_CAPTION_KEYS)
         if unknown := sorted(keys.keys() - set(known)):
             raise UserError(f"VideoDataset does not know {unknown[0]!r}; it knows {', '.join(known)}")
-        self._counts, self._fps = _frame_counts(frames), _rate(fps)
+        self._counts = _frame_counts(frames)
+        self._fps = _rate(fps)
         values = {"path": os.fspath(path), "image_column": video_column, **keys}
         directory = directory_from_arguments(values, "VideoDataset")
         items = list(scan(directory, 0, VIDEOS))

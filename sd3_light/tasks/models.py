@@ -145,7 +145,8 @@ class CustomForward(TaskModel):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, model)
-        self.seed, self.name = 0, type(model).__name__
+        self.seed = 0
+        self.name = type(model).__name__
         self.device = torch.device("cpu")
         self._narrow: torch.dtype | None = None  # the dtype in which the module's weights were loaded
 

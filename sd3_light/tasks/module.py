@@ -93,7 +93,9 @@ class DiffusionTrainingModule(nn.Module):
         self.has_custom_forward = transformer is None and type(self).forward is not DiffusionTrainingModule.forward
         if reads is not None:
             self.reads = tuple(reads)
-        self.units, self.loss, self.seed = tuple(units), loss or FlowMatchSFTLoss(), seed
+        self.units = tuple(units)
+        self.loss = loss or FlowMatchSFTLoss()
+        self.seed = seed
         self.adapter: AdapterConfig | None = None
         self.objective = objective
 
@@ -386,7 +388,8 @@ class DiffusionTrainingModule(nn.Module):
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Seed the global generators of torch, numpy and Python inside the block, and restore them after it."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         random.seed(seed)

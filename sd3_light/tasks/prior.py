@@ -48,7 +48,9 @@ class ClassPictures(Dataset[Any]):
         with as_user_error("made_by of ClassPictures", "give JSON: strings, numbers and lists by name"):
             recipe = json.dumps({"prompt": prompt, "made_by": dict(made_by)}, sort_keys=True, ensure_ascii=False)
         self.folder = Path(cache) / hashlib.sha256(recipe.encode()).hexdigest()[:16]
-        self.prompt, self.count, self.names = prompt, count, (image, text)
+        self.prompt = prompt
+        self.count = count
+        self.names = (image, text)
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "recipe.json").write_text(recipe, encoding="utf-8")
         missing = [index for index in range(count) if not self._path(index).is_file()]
@@ -87,7 +89,9 @@ class WithPrior(Dataset[Any]):
         number: Any = weight
         if not isinstance(number, int | float) or not 0 <= weight < math.inf:
             raise UserError(f"the weight of prior images is {weight!r}; give a number >= 0")
-        self.dataset, self.prior, self.weight = dataset, prior, weight
+        self.dataset = dataset
+        self.prior = prior
+        self.weight = weight
         self._count = length_of(dataset)
 
     @property

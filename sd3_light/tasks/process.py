@@ -67,7 +67,8 @@ def launch_data_process_task(
     """
     bucket_of = bucket_of or getattr(dataset, "bucket_of", None)
     num_workers = _num_workers(num_workers, args)
-    module, folder = task_model(model), require_logger(model_logger)
+    module = task_model(model)
+    folder = require_logger(model_logger)
     for name, value, least in (("num_workers", num_workers, 0), ("shard_size", shard_size, 1)):
         if type(value) is not int or value < least:
             raise UserError(f"{name} is {value!r}; give an integer >= {least}")
@@ -211,7 +212,8 @@ class _Items(Dataset[Any]):
     """Items by index, which a loader passes on as they are."""
 
     def __init__(self, dataset: Dataset[Any], read: ReadItem) -> None:
-        self.dataset, self.read = dataset, read
+        self.dataset = dataset
+        self.read = read
 
     def __getitem__(self, index: int) -> Any:
         return self.read(self.dataset, index)

@@ -39,7 +39,8 @@ from sd3_light.tasks.sides import Sides, parse_sides
 from sd3_light.urls import with_retries
 
 SAMPLES_FILE = "samples.arrow"
-_FORMAT, _KIND = 2, "processed"
+_FORMAT = 2
+_KIND = "processed"
 _OWN = "own."
 """Prefix of the columns of values whose names shards use themselves."""
 _AGAIN = "run launch_data_process_task again"

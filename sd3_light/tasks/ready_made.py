@@ -22,7 +22,9 @@ class EncodeImage(PipelineUnit):
     The moments are mean and log-variance [2C, h, w]; a VAE without a distribution (DC-AE) gives the latent [C, h, w].
     """
 
-    reads, writes, uses = ("image",), ("moments",), ("vae",)
+    reads = ("image",)
+    writes = ("moments",)
+    uses = ("vae",)
 
     def run(self, module: Any, image: Any) -> Values:  # type: ignore[override]
         """Return the moments."""
@@ -39,7 +41,9 @@ class EncodeVideo(PipelineUnit):
     the moments take half the space on disk.
     """
 
-    reads, writes, uses = ("video",), ("moments",), ("vae",)
+    reads = ("video",)
+    writes = ("moments",)
+    uses = ("vae",)
 
     def __init__(self, sample: bool = True) -> None:
         self.sample = sample
@@ -73,7 +77,9 @@ def _encode(vae: Any, pixels: Tensor) -> Tensor:
 class DrawLatent(PipelineUnit):
     """Draws a latent from the moments, again in every epoch, and normalises it as the VAE's config says."""
 
-    reads, writes, draws = ("moments",), ("latents",), True
+    reads = ("moments",)
+    writes = ("latents",)
+    draws = True
 
     def run(self, module: Any, moments: Tensor, draw: Draw) -> Values:  # type: ignore[override]
         """Return the normalised latent, as the denoiser expects it."""
@@ -93,7 +99,8 @@ def normalise_latent(raw: Tensor, config: Any) -> Tensor:
     return LatentScale.of_config({name: getattr(config, name, None) for name in names}).normalise(raw[None])[0]
 
 
-FULL, EMPTY = "full_", "empty_"
+FULL = "full_"
+EMPTY = "empty_"
 
 
 def drop_text(encode: Any, probability: Any, **empty: Any) -> tuple[PipelineUnit, PipelineUnit]:
@@ -117,8 +124,10 @@ class _EncodeBoth(PipelineUnit):
     """Runs ``encode`` on the sample, and once on the empty text."""
 
     def __init__(self, encode: PipelineUnit, empty: Values) -> None:
-        self.encode, self.empty = encode, empty
-        self.reads, self.uses = encode.reads, encode.uses
+        self.encode = encode
+        self.empty = empty
+        self.reads = encode.reads
+        self.uses = encode.uses
         self.writes = tuple(prefix + name for prefix in (FULL, EMPTY) for name in encode.writes)
         self._memo: tuple[Any, Values] | None = None
 
@@ -147,7 +156,8 @@ class _DropText(PipelineUnit):
     draws = True
 
     def __init__(self, encode: PipelineUnit, probability: float) -> None:
-        self.writes, self.probability = encode.writes, probability
+        self.writes = encode.writes
+        self.probability = probability
         self.reads = (*(prefix + name for prefix in (FULL, EMPTY) for name in encode.writes), "is_evaluation?")
         self._threshold = math.inf * (probability - 0.5)
         if 0 < probability < 1:

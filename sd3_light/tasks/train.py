@@ -126,7 +126,8 @@ def launch_training_task(
 
 
 def _train(driver: Driver, logger: ModelLogger, engine: str) -> Progress:
-    run, start = driver.run, driver.run.progress
+    run = driver.run
+    start = driver.run.progress
     logger.num_steps = start.step
     facts = {"total": run.total_steps, "steps_per_epoch": run.steps_per_epoch, "world": driver.launch.world}
     run.log("resume" if start.step else "start", **start.as_dict(), **facts, engine=engine)
@@ -135,7 +136,8 @@ def _train(driver: Driver, logger: ModelLogger, engine: str) -> Progress:
 
 def _require_finished(run: Run) -> None:
     """Raise `TaskStopped` if the run was asked to stop before its last step."""
-    step, requests = run.progress.step, run.requests
+    step = run.progress.step
+    requests = run.requests
     if step >= run.total_steps:
         return
     stopped = f"{requests.reason} at step {step} of {run.total_steps}; resume=True continues from there"
@@ -385,7 +387,8 @@ class _TaskHooks:
         if name is not None and hasattr(self.logger, "save_model"):
             self.logger.save_model(self.accelerator, self.model, name)
         self.logger.on_training_end(self.accelerator, self.model, self.settings.save_steps)
-        averages, weights = self.run.averages, self.run.engine.weights
+        averages = self.run.averages
+        weights = self.run.engine.weights
         for track in [name for name in averages.tracks if name != EMA and hasattr(self.logger, "save_model")]:
             with averages.in_place_of(track, weights):
                 self.logger.save_model(self.accelerator, self.model, f"{self._label(progress)}.{track}.safetensors")

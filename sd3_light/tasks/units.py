@@ -213,7 +213,10 @@ class _FunctionUnit(PipelineUnit):
             item.name if item.default is item.empty else f"{item.name}?" for item in values if item.name != "draw"
         )
         self.draws = any(item.name == "draw" for item in values)
-        self.writes, self.uses, self.function, self.name = writes, uses, function, function.__name__
+        self.writes = writes
+        self.uses = uses
+        self.function = function
+        self.name = function.__name__
 
     @property
     def label(self) -> str:
@@ -242,7 +245,8 @@ class ProcessUnit(PipelineUnit):
     """
 
     def __init__(self, unit: Any, batched: frozenset[str]) -> None:
-        self.unit, self.batched = unit, batched
+        self.unit = unit
+        self.batched = batched
         if getattr(unit, "take_over", False):
             raise UserError(f"unit {self.label} takes over the unit runner; call it in a custom forward(data)")
         names = dict(getattr(unit, "input_params_posi", None) or {})

@@ -112,7 +112,8 @@ class RunContext:
 
     def announce(self, trains: str, progress: Progress, total: int) -> None:
         """Open the log; print and log what is about to be trained."""
-        order, world = self.order, self.launch.world
+        order = self.order
+        world = self.launch.world
         padding = sum(bucket.padding for bucket in order.buckets)
         if self.resumed is not None:
             info(f"resumed from {self.resumed.path} (step {progress.step} of {total})")
@@ -175,7 +176,8 @@ def open_context(
     by_deepspeed: bool,
 ) -> RunContext:
     """Open the cache, join the process group, and decide which checkpoint the run resumes from."""
-    train, device = loaded.train, launch.device()
+    train = loaded.train
+    device = launch.device()
     reads_data = launch.reads_data(train.pipeline_stages)
     data = open_cache(loaded.dataset, train, launch, "train" if loaded.dataset.is_divided else "all")
     all_write = deepspeed.all_write(train) if by_deepspeed else train.parallel == "fsdp2"
@@ -194,7 +196,8 @@ def open_context(
     is_drawn = config.reward is not None  # the run reads no image of its dataset
     resident = None if is_drawn else place_cache(data, order, config, cost, process)
     if reads_data and resident is None and not is_drawn:
-        micro, position = config.gradient_accumulation_steps, progress_in_force(resumed, resume).position
+        micro = config.gradient_accumulation_steps
+        position = progress_in_force(resumed, resume).position
         MicroBatches(data, order, share.rank, share.world, micro, by_segment).prefetch_step(position)
     return RunContext(
         loaded=loaded,

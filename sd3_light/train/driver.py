@@ -117,7 +117,9 @@ class Driver:
             self.saves.close()
 
     def _make_hooks(self) -> list[Hook]:
-        hooks, schedule, requests = self.hooks, self.schedule, self.run.requests
+        hooks = self.hooks
+        schedule = self.schedule
+        requests = self.run.requests
         last = every(steps=self.run.total_steps)
         ema = self.run.averages.config
         snapshot = every(snapshot_interval(ema, self.run.total_steps))
@@ -167,7 +169,8 @@ class Driver:
         # together: a launcher may end all processes when the first one exits
         self.groups.wait_for_all(self.saves.is_idle)
         self.saves.wait()
-        end, steps = self.run.progress, self.run.progress.step - start.step
+        end = self.run.progress
+        steps = self.run.progress.step - start.step
         if problem := self.groups.first_problem(self._failed_save()):
             raise UserError(problem)
         if steps and steps == end.skipped - start.skipped:
@@ -299,7 +302,8 @@ class Driver:
 
     def snapshot(self, progress: Progress) -> None:
         """Write the power-function averages; an average of any length can be rebuilt from several of them."""
-        ema, tracks = self.run.averages.config, self.run.averages.tracks
+        ema = self.run.averages.config
+        tracks = self.run.averages.tracks
         dtype = getattr(torch, ema.snapshot_dtype)
         pieces = (
             replace(piece, values=piece.values.to(dtype))
@@ -313,11 +317,14 @@ class Driver:
 
     def export(self, progress: Progress) -> None:
         """Gather the weights and export them in the background."""
-        export, weights, engine = self.hooks.export, self.main_weights, self.run.engine
+        export = self.hooks.export
+        weights = self.main_weights
+        engine = self.run.engine
         assert export is not None
         if progress.skipped == progress.step or self._exported_at == progress.step:
             return  # nothing was learned, and the run ends with an error that says so; or it is exported as the best
-        self._exported_at, is_best = progress.step, self._best_at == progress.step
+        self._exported_at = progress.step
+        is_best = self._best_at == progress.step
         self.groups.wait_for_all(self.saves.exports.is_idle)  # an export holds a copy of all weights: one at a time
         raw = of_denoiser(engine.weights)
         held = raw if weights == RAW else self.run.averages.tracks[weights].shadow

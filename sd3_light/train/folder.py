@@ -20,7 +20,9 @@ class RunFolder:
     """``<output_dir>``, locked for one run at a time. Nothing in it changes before `begin`."""
 
     def __init__(self, loaded: LoadedConfig, is_main: bool) -> None:
-        self.loaded, self.path, self.is_main = loaded, loaded.train.output_dir, is_main
+        self.loaded = loaded
+        self.path = loaded.train.output_dir
+        self.is_main = is_main
         self._log: RunLog | None = None
         self._lock = ExitStack()
         self._has_stopped = False

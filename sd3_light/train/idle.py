@@ -151,8 +151,10 @@ class IdleAdvice:
         self._recent.add(times)
         if self._given or self._recent.steps < WARN_WINDOW:
             return None
-        recent, self._recent = self._recent, HostTimes()
-        counts, self._started = self._started, True
+        recent = self._recent
+        self._recent = HostTimes()
+        counts = self._started
+        self._started = True
         if not counts:
             return None
         text = self._text(recent)

@@ -151,7 +151,8 @@ def _count_skipped(run: Run, wait: bool, until: Mark | None = None) -> None:
 
 def _write_record(run: Run, bar: Bar) -> None:
     """Write the record that is due, if any, with everything measured since the last one."""
-    record, run._record = run._record, None
+    record = run._record
+    run._record = None
     if record is None:
         return
     progress = record.progress

@@ -84,7 +84,8 @@ class Measurer:
         return torch.stack([rows[row] for row in range(len(rows))])
 
     def _compare(self, scores: Scores, step: int) -> Measurement:
-        table, best = self.config, self.best
+        table = self.config
+        best = self.best
         value = scores.estimates[table.best]
         assert value is not None
         is_best = best.add(step, value.value)

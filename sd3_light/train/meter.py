@@ -84,7 +84,8 @@ class Meter:
         gaps: DeviceGaps | None = None,
         load: LoadTimes | None = None,
     ) -> None:
-        self.world, self.peak_flops = world, peak_flops
+        self.world = world
+        self.peak_flops = peak_flops
         self.window = Window(**(window or {}))
         self.times = HostTimes()
         """Of the last record; empty without a GPU."""
@@ -114,7 +115,8 @@ class Meter:
     @contextmanager
     def launching(self) -> Iterator[None]:
         """Measure the block as time spent queueing a step; data that arrive meanwhile are waited for, not launched."""
-        start, cpu = self._read_clock(), time.thread_time()
+        start = self._read_clock()
+        cpu = time.thread_time()
         with nullcontext() if self._gaps is None else self._gaps.step():
             yield
         stop = self._read_clock()
@@ -179,13 +181,17 @@ class Meter:
         self.times = HostTimes()
         fields = {**self.window.means(), **self._speed(self._start, until), **memory()}
         self.window = Window()
-        self._start, self._last_recorded = until, self._last
+        self._start = until
+        self._last_recorded = self._last
         return fields
 
     def _speed(self, start: Mark, stop: Mark) -> dict[str, Any]:
-        names, (first, last) = vars(stop.clock), (start.clock, stop.clock)
+        names = vars(stop.clock)
+        first = start.clock
+        last = stop.clock
         past = _Clock(**{name: getattr(last, name) - getattr(first, name) for name in names})
-        seconds, steps = max(self._device_seconds(first) - past.excluded, 1e-9), stop.steps - start.steps
+        seconds = max(self._device_seconds(first) - past.excluded, 1e-9)
+        steps = stop.steps - start.steps
         rate = (stop.samples - start.samples) / seconds
         flops = stop.flops - start.flops
         flops_per_second = flops / seconds / self.world

@@ -260,7 +260,8 @@ def changed_keys(loaded: LoadedConfig, resumed: Checkpoint | None) -> list[str]:
     table, _ = read_toml(resumed.path.parent.parent / "config.toml")
     if table is None:  # the checkpoint was copied without its run
         return []
-    before, now = _flat(table), _flat(tomllib.loads(resolved_toml(loaded)))
+    before = _flat(table)
+    now = _flat(tomllib.loads(resolved_toml(loaded)))
     keys = (key for key in sorted({*before, *now}) if before.get(key) != now.get(key) and key != "output_dir")
     return [f"{key} = {_value(now, key)} (was {_value(before, key)})" for key in keys]
 
@@ -339,8 +340,10 @@ def order_review(
         path = resume.checkpoint or newest_checkpoint(loaded.train.output_dir / FOLDERS[CHECKPOINT])
         if path is None:
             return
-        saved, share = open_checkpoint(path), launch.data_launch(loaded.train.pipeline_stages)
-        before, now = saved.table("order"), order_facts(planned_order(shards, loaded, share))
+        saved = open_checkpoint(path)
+        share = launch.data_launch(loaded.train.pipeline_stages)
+        before = saved.table("order")
+        now = order_facts(planned_order(shards, loaded, share))
         if before != now and (are_known or _must_differ(before, now)):
             changes = [change for change in changed_keys(loaded, saved) if not change.startswith("model.")]
             raise _other_order(saved, now, f"; the config has {_listed(changes)}" if changes else "")
@@ -350,7 +353,8 @@ def order_review(
 
 def _must_differ(before: Mapping[str, Any], most: Mapping[str, Any]) -> bool:
     """Return whether an order differs from that of a run even if images of ``most`` are rejected."""
-    old, new = before["buckets"], most["buckets"]
+    old = before["buckets"]
+    new = most["buckets"]
     if before["seed"] != most["seed"] or len(new) < len(old):
         return True
     if len(new) > len(old):
@@ -371,7 +375,8 @@ def _remedy(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Say how to restore an order."""
     if before["seed"] != now["seed"]:
         return f"write seed = {before['seed']}"
-    old, new = before["buckets"], now["buckets"]
+    old = before["buckets"]
+    new = now["buckets"]
     missing = sum(bucket[2] for bucket in old) - sum(bucket[2] for bucket in new)
     if missing:
         kind = "restore the {} missing" if missing > 0 else "remove the {} new"

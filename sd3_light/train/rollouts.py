@@ -81,7 +81,8 @@ class Prompts:
     @staticmethod
     def of(context: RunContext, table: RewardConfig) -> "Prompts":
         """Encode prompts that are missing in the cache (it is at a URL, or read-only)."""
-        location, recipe = context.loaded.dataset.cache_dir, context.data.manifest.recipe
+        location = context.loaded.dataset.cache_dir
+        recipe = context.data.manifest.recipe
         texts = read_prompts(table.prompts)
         missing = [text for text in texts if not has_prompt(location, text, recipe)]
         if missing:
@@ -172,7 +173,8 @@ class Rollouts:
         if int(self.state["draw"]) != window + 1:
             self._draw(model, window)
         number = self._next_micro_batch(model.step)
-        size, launch = placeholder.size, self.context.share
+        size = placeholder.size
+        launch = self.context.share
         per_step = size * launch.world * self.config.gradient_accumulation_steps
         first = turn * per_step + (number * launch.world + launch.rank) * size
         return self._batch_of(window, range(first, first + size))
@@ -260,7 +262,8 @@ class Rollouts:
 
         All processes draw equally many batches, and some images may be drawn twice.
         """
-        size, launch = self._micro_batch, self.context.share
+        size = self._micro_batch
+        launch = self.context.share
         count = self.table.images
         batches = assigned(math.ceil(count / size), launch.rank, launch.world)
         rows = [[row % count for row in range(number * size, (number + 1) * size)] for number in batches]
@@ -298,7 +301,9 @@ class Rollouts:
 
     def _latents(self, model: Observes, window: int, rows: Sequence[int]) -> Tensor:
         """Draw images with the teacher, without guidance."""
-        sampling, settings, device = self._sampling, self.config.model, self.context.device
+        sampling = self._sampling
+        settings = self.config.model
+        device = self.context.device
         noise = starting_noise(
             [self._seed(window, row) for row in rows], sampling.latent_shape(settings, self.size), device
         )

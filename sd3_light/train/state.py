@@ -66,7 +66,10 @@ def make_train_state(
 
     ``objective`` and ``reward`` replace those of the config.
     """
-    config, launch, device, start = context.config, context.launch, context.device, context.start
+    config = context.config
+    launch = context.launch
+    device = context.device
+    start = context.start
     family = family_of(config.model)
     denoiser = load_what_trains(config, start, device)
     training_adapter = put_training_adapter(denoiser, config, device)

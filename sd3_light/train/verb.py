@@ -93,9 +93,13 @@ def run(
         if device.type == "cpu":
             _use_cpu(context)
         # before the engine fills the GPU: prompts that are not in the cache are encoded now
-        sampler, measurer = _make_sampler(context), _make_measurer(context)
-        state, resumed, options = make_train_state(context, objective, reward), context.resumed, resume or Resume()
-        progress, window = Progress(), None
+        sampler = _make_sampler(context)
+        measurer = _make_measurer(context)
+        state = make_train_state(context, objective, reward)
+        resumed = context.resumed
+        options = resume or Resume()
+        progress = Progress()
+        window = None
         if resumed is not None:
             changes = changed_keys(replace(loaded, train=context.config), resumed)
             progress, window = load_checkpoint(resumed, state.engine, state.averages, context.order, options, changes)
@@ -129,7 +133,8 @@ def run(
             if resumed and is_own_checkpoint(resumed.path, folder.path) and progress.position:
                 driver.catch_up(progress)
             end = driver.train()
-    requests, total = training.requests, training.total_steps
+    requests = training.requests
+    total = training.total_steps
     stopped = f"{requests.reason} at step {end.step} of {total}; the checkpoint is saved: resume to continue"
     if requests.is_interrupted and end.step < total:
         raise Stopped(stopped)
@@ -159,15 +164,25 @@ def _use_cpu(context: RunContext) -> None:
 
 def _make_run(context: RunContext, state: TrainState, progress: Progress, window: Mapping[str, Any] | None) -> Run:
     """Return the run that the loop trains, without its hooks."""
-    config, launch, device, order = context.config, context.launch, context.device, context.order
-    engine, share, micro = state.engine, context.share, config.gradient_accumulation_steps
+    config = context.config
+    launch = context.launch
+    device = context.device
+    order = context.order
+    engine = state.engine
+    share = context.share
+    micro = config.gradient_accumulation_steps
     total = total_steps(config, order, progress)
     folder = context.folder.path if launch.is_main else None
-    prefetch_to, peak, gaps, advice, times = None, None, None, None, LoadTimes()
+    prefetch_to = None
+    peak = None
+    gaps = None
+    advice = None
+    times = LoadTimes()
     if device.type == "cuda":
         prefetch_to = device if engine.sequential_micro_batches else None
         peak = peak_flops(torch.cuda.get_device_name(device), config.model.transformer_dtype)
-        gaps, advice = DeviceGaps(), IdleAdvice(config.num_dataloader_workers, times)
+        gaps = DeviceGaps()
+        advice = IdleAdvice(config.num_dataloader_workers, times)
         watch_updates(engine, gaps)
     requests = RunRequests(folder, config.checkpoint_every_n_minutes, context.groups.control)
     steps: Callable[[int], StepStream] = partial(placeholder_steps, order, share.world, micro)
@@ -230,7 +245,8 @@ def _make_sampler(context: RunContext) -> Sampler | None:
 
 def _make_measurer(context: RunContext) -> Measurer | None:
     """Return what measures against true images; None without [metrics]."""
-    config, table = context.config, context.config.metrics
+    config = context.config
+    table = context.config.metrics
     if table is None:
         return None
     truths = load_truths(table.dataset, table.images)
@@ -256,7 +272,9 @@ def _make_hooks(
     requests: RunRequests,
 ) -> RunHooks:
     """Return the hooks of the train stage."""
-    loaded, launch, stages = context.loaded, context.launch, context.stages
+    loaded = context.loaded
+    launch = context.launch
+    stages = context.stages
     evaluator = Evaluator(loaded, launch, state.engine, state.preparer, stages, requests.on_lost_worker)
     sample = None
     if sampler is not None:

@@ -125,7 +125,8 @@ class Journal:
         created = [edit for edit in edits if edit.place.is_new]
         others = [replace(edit, old=edit.new, new=edit.old) for edit in edits if not edit.place.is_new]
         result = apply_edits(files, others)
-        done, problems = list(result.done), list(result.problems)
+        done = list(result.done)
+        problems = list(result.problems)
         for edit in created:
             try:
                 files.remove(edit.place.path, _new_file(edit.new))

@@ -60,7 +60,8 @@ class TableText:
     """The bytes of a table, `.csv` or `.jsonl`, whose captions are changed row by row."""
 
     def __init__(self, data: bytes, path: str, columns: Columns) -> None:
-        self._columns, self._folder = columns, posixpath.dirname(path)
+        self._columns = columns
+        self._folder = posixpath.dirname(path)
         self._is_csv = path.lower().endswith(".csv")
         self._header: list[str] = []
         self._rows = list(self._csv_rows(data) if self._is_csv else _json_rows(data))

@@ -50,7 +50,8 @@ class BrowsedSample:
 
 def caches_page(folders: Folders, datasets: Mapping[str, tuple[Path, Sequence[Path]]] = MappingProxyType({})) -> str:
     """Return the list of datasets, path and train TOMLs each by id, and of caches."""
-    rows, notes = [], []
+    rows = []
+    notes = []
     for cache_id, folder in folders.caches().items():
         try:
             manifest = folders.manifest(folder)
@@ -68,7 +69,8 @@ def caches_page(folders: Folders, datasets: Mapping[str, tuple[Path, Sequence[Pa
 def cache_page(folders: Folders, cache_id: str, number: int = 1, text: str = "") -> str:
     """Return page ``number`` of a cache's samples; with ``text`` only of those with a caption that contains it."""
     folder = folders.cache(cache_id)
-    manifest, notes = folders.manifest(folder), list[str]()
+    manifest = folders.manifest(folder)
+    notes = list[str]()
     shards = sorted(manifest.shards, key=bucket_order)
     first = (max(1, number) - 1) * PAGE_SIZE
     if text:
@@ -143,7 +145,8 @@ def _slice(folder: Path, shards: Sequence[ShardEntry], first: int, count: int, n
     """Yield ``count`` samples from number ``first`` on; only their shards are read."""
     start = 0
     for entry in shards:
-        low, high = max(first - start, 0), min(first + count - start, entry.count)
+        low = max(first - start, 0)
+        high = min(first + count - start, entry.count)
         if low < high:
             for row, origin in list(enumerate(_origins(folder, entry, notes)))[low:high]:
                 yield entry, row, origin
@@ -153,7 +156,9 @@ def _slice(folder: Path, shards: Sequence[ShardEntry], first: int, count: int, n
 def _search(folder: Path, shards: Sequence[ShardEntry], text: str, most: int, notes: list[str]) -> list[Match]:
     """Return up to ``most`` samples with a caption that contains the text, in the order of the cache."""
     matches: list[Match] = []
-    started, seen, wanted = time.monotonic(), 0, text.casefold()
+    started = time.monotonic()
+    seen = 0
+    wanted = text.casefold()
     for entry in shards:
         if len(matches) >= most:
             break

@@ -196,7 +196,8 @@ def tokens_lost(text: str, limits: "Sequence[TextLimit]") -> int:
 
 def read_length(text: str, limits: "Sequence[TextLimit]") -> int:
     """Return how many characters of a text the strictest encoder reads."""
-    low, high = 0, len(text)
+    low = 0
+    high = len(text)
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if tokens_lost(text[:middle], limits) <= 0 else (low, middle - 1)

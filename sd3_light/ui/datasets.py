@@ -69,7 +69,10 @@ class Dataset:
     """
 
     def __init__(self, path: Path, configs: Sequence[Path], files: ServedFiles, prepare: Callable[[], object]) -> None:
-        self.path, self.configs, self.files, self._prepare = path, configs, files, prepare
+        self.path = path
+        self.configs = configs
+        self.files = files
+        self._prepare = prepare
         self.journal = Journal()
         self.job: Job | None = None
         self.plan: CachePlanRun | None = None
@@ -362,7 +365,8 @@ class Datasets:
     """The dataset TOMLs below the roots of folders, and those that train TOMLs there name."""
 
     def __init__(self, folders: Folders, prepare: Callable[[], object]) -> None:
-        self._folders, self._prepare = folders, prepare
+        self._folders = folders
+        self._prepare = prepare
         self.files = ServedFiles(folders.roots)
         self._memo: FileMemo[tuple[str, Path | None]] = FileMemo(4000)
         self._known: dict[str, tuple[Path, list[Path]]] = {}

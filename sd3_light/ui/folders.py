@@ -33,7 +33,10 @@ _MOST_EVALUATIONS = 200
 _MOST_ADAPTERS = 200
 _LONGEST_HEADER = 16_000_000  # bytes of an adapter's file
 _ADAPTER_KEY = re.compile(r"\.(lora_|lora\.|lokr_|hada_)")
-_MOST_LOGS, _MOST_ENDS, _MOST_MANIFESTS = 1000, 10_000, 16  # in memory
+# in memory
+_MOST_LOGS = 1000
+_MOST_ENDS = 10_000
+_MOST_MANIFESTS = 16
 _SKIPPED = frozenset(("checkpoints", "ema", "exports", "samples", "shards", "tensorboard", "transformer"))
 
 Content = TypeVar("Content")

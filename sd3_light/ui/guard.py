@@ -31,7 +31,8 @@ class Guard:
     """
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
-        self.app, self.token = app, token
+        self.app = app
+        self.token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a refused request, or pass it on."""
@@ -46,7 +47,8 @@ class Guard:
         origin = request.headers.get("origin")
         try:
             address = urlsplit(f"//{host}")
-            name, port = address.hostname, address.port or 80
+            name = address.hostname
+            port = address.port or 80
             is_foreign = origin is not None and urlsplit(origin).netloc != host
         except ValueError:
             return PlainTextResponse("refused: Host or Origin is not a valid address\n", 403)

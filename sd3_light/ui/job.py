@@ -13,7 +13,12 @@ from sd3_light.ui.job_process import ProcessIdentity
 
 MODES = {"start": (), "resume": ("--resume",), "restart": ("--restart",)}
 """How training begins: options of `sd3-light train`."""
-WAITING, STARTING, RUNNING, DONE, STOPPED, FAILED = "waiting", "starting", "running", "done", "stopped", "failed"
+WAITING = "waiting"
+STARTING = "starting"
+RUNNING = "running"
+DONE = "done"
+STOPPED = "stopped"
+FAILED = "failed"
 STATES = (WAITING, STARTING, RUNNING, DONE, STOPPED, FAILED)
 ACTIVE = (STARTING, RUNNING)
 """States with a process, or soon with one."""

@@ -89,7 +89,10 @@ class Playground:
     """
 
     def __init__(self, folders: Folders, out: Path, models: Sequence[Path], prepare: Callable[[], "Launch"]) -> None:
-        self.folders, self.out, self._models, self._prepare = folders, out, models, prepare
+        self.folders = folders
+        self.out = out
+        self._models = models
+        self._prepare = prepare
         self._drawings: dict[int, Drawing] = {}
         self._ids = itertools.count(1)
         self._waiting: deque[Drawing] = deque()

@@ -37,8 +37,11 @@ class _ProjectRoutes:
     """One method per route. Starlette calls those that are not async in threads."""
 
     def __init__(self, folders: Folders, queue: RunQueue, playground: Playground) -> None:
-        self.folders, self.queue, self.playground = folders, queue, playground
-        self.found, self.planner = Projects(folders), Planner(folders, playground.prepare)
+        self.folders = folders
+        self.queue = queue
+        self.playground = playground
+        self.found = Projects(folders)
+        self.planner = Planner(folders, playground.prepare)
 
     def projects(self, request: Request) -> Response:
         return page_reply(request, projects_page(self.folders, self.found, self.playground))

@@ -53,7 +53,8 @@ def queue_page(folders: Folders, queue: RunQueue) -> str:
     try:
         jobs = queue.jobs()
     except UserError as error:
-        jobs, notes = [], [str(error)]
+        jobs = []
+        notes = [str(error)]
     ended = [job for job in jobs if job.is_over]
     ended.sort(key=lambda job: -job.ended)
     return render_template(

@@ -32,7 +32,8 @@ class _QueueRoutes:
     """One method per route. Starlette calls those that are not async in threads."""
 
     def __init__(self, folders: Folders, queue: RunQueue) -> None:
-        self.folders, self.queue = folders, queue
+        self.folders = folders
+        self.queue = queue
 
     def page(self, request: Request) -> Response:
         return page_reply(request, queue_page(self.folders, self.queue))

@@ -19,7 +19,9 @@ from sd3_light.report.verb import RunReport
 from sd3_light.ui.config_diff import differing_keys
 from sd3_light.ui.folders import Folders
 
-_COLORS, _DASHES = 6, 5  # of lines in `charts.css`
+# of lines in `charts.css`
+_COLORS = 6
+_DASHES = 5
 _MOST_IN_LEGEND = 8  # lines; the list of the runs is a legend too
 _STEP_CHARTS = {
     "loss": "Loss, smoothed",
@@ -57,7 +59,8 @@ class RunRow:
     @property
     def share(self) -> float | None:
         """The share of the steps that are done."""
-        step, total = self.report.last.get("step", {}).get("step", 0), self.report.begin.get("total", 0)
+        step = self.report.last.get("step", {}).get("step", 0)
+        total = self.report.begin.get("total", 0)
         return max(0.0, min(1.0, step / total)) if total else None
 
     @property
@@ -109,9 +112,11 @@ def row_of(folders: Folders, run_id: str, folder: Path) -> RunRow:
 
 def _row(run_id: str, folder: Path, read: Callable[[], RunReport]) -> RunRow:
     try:
-        report, problem = read(), ""
+        report = read()
+        problem = ""
     except (UserError, OSError) as error:
-        report, problem = RunReport(folder), str(error)
+        report = RunReport(folder)
+        problem = str(error)
     report.is_running = is_locked(folder)
     return RunRow(run_id, folder, report, problem)
 
@@ -142,7 +147,8 @@ def run_page(
     row = run_row(folders, run_id)
     if row.problem:
         raise UserError(row.problem)
-    path, own_notes = f"/runs/{run_id}", list(notes)
+    path = f"/runs/{run_id}"
+    own_notes = list(notes)
     links = [(f"/samples?{urlencode({'run': run_id})}", "Samples over steps")]
     links += [] if READ_ONLY.get() else [(f"/playground?run={run_id}", "Draw"), (f"/share?run={run_id}", "Share")]
     controls = RunControls(

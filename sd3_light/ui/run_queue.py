@@ -96,7 +96,8 @@ class RunQueue:
         not ``run``, and if that is in the queue already."""
         if not os.path.isfile(config):  # False also for names that are too long
             raise UserError(f"{config} does not exist; give the path of a train TOML on this machine")
-        config, folder = Path(os.path.abspath(config)), self._run_folder(config)
+        folder = self._run_folder(config)
+        config = Path(os.path.abspath(config))
         if run is not None and folder.resolve() != run.resolve():
             raise UserError(f"{config}: output_dir is {folder}, the run was copied or moved; set it to {run} first")
         with self._changing() as jobs:

@@ -156,7 +156,8 @@ def _grid_facts(path: Path, _version: int) -> tuple[list[str], list[int], list[t
     """Return the prompts, seeds and boxes of a grid's images; empty for other files."""
     try:
         with open_regular(path) as file, Image.open(file) as image:
-            texts, size = dict(getattr(image, "text", {})), image.size
+            texts = dict(getattr(image, "text", {}))
+            size = image.size
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
     prompts, seeds, cells = (_list(texts.get(name, "[]")) for name in ("prompts", "seeds", "cells"))

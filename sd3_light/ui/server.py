@@ -70,7 +70,8 @@ class Site:
     def of_folders(roots: Sequence[Path], models: Sequence[Path], out: Path, prepare: Callable[[], "Launch"]) -> "Site":
         """Return the site of the runs and caches below ``roots``; see `Playground` for the other arguments."""
         folders = Folders(roots)
-        playground, queue = Playground(folders, out, models, prepare), RunQueue(state_folder(), folders.roots)
+        playground = Playground(folders, out, models, prepare)
+        queue = RunQueue(state_folder(), folders.roots)
         return Site(folders, playground, queue, Datasets(folders, playground.prepare))
 
 
@@ -168,7 +169,8 @@ class _Marked:
     """Tells the templates whether their page can change something."""
 
     def __init__(self, app: ASGIApp, is_read_only: bool) -> None:
-        self.app, self.is_read_only = app, is_read_only
+        self.app = app
+        self.is_read_only = is_read_only
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Set it for the request, and the threads that answer it."""
@@ -188,9 +190,12 @@ class _Routes:
         return page_reply(request, page)
 
     def run(self, request: Request) -> Response:
-        run_id, queue = request.path_params["run"], self.site.queue
+        run_id = request.path_params["run"]
+        queue = self.site.queue
         folder = self.site.folders.run(run_id)
-        console, notes, is_pending = queue.console(folder), queue.notes(folder), queue.is_pending(folder)
+        console = queue.console(folder)
+        notes = queue.notes(folder)
+        is_pending = queue.is_pending(folder)
         return page_reply(request, run_page(self.site.folders, run_id, console, notes, is_pending))
 
     def compare(self, request: Request) -> Response:
@@ -202,13 +207,15 @@ class _Routes:
 
     def cache(self, request: Request) -> Response:
         query = request.query_params
-        number, cache_id = integer(query.get("page", "")) or 1, request.path_params["cache"]
+        number = integer(query.get("page", "")) or 1
+        cache_id = request.path_params["cache"]
         return page_reply(request, cache_page(self.site.folders, cache_id, number, query.get("text", "")))
 
     def original(self, request: Request) -> Response:
         query = request.query_params
         row = integer(query.get("row", ""))
-        cache_id, shard = request.path_params["cache"], query.get("shard", "")
+        cache_id = request.path_params["cache"]
+        shard = query.get("shard", "")
         image = original_image(self.site.folders, cache_id, shard, -1 if row is None else row)
         return Response(image, media_type="image/webp", headers={"Cache-Control": "private, max-age=3600"})
 

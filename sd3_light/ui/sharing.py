@@ -19,7 +19,11 @@ if TYPE_CHECKING:
     from sd3_light.export.hub import UploadPlan
 
 _MOST_SHARES = 50
-PLANNING, PLANNED, UPLOADING, UPLOADED, FAILED = "planning", "planned", "uploading", "uploaded", "failed"
+PLANNING = "planning"
+PLANNED = "planned"
+UPLOADING = "uploading"
+UPLOADED = "uploaded"
+FAILED = "failed"
 
 
 @dataclass(eq=False)
@@ -57,7 +61,8 @@ class Sharing:
 
     def exports(self, run: Path | None = None) -> dict[str, tuple[str, Path]]:
         """Return label and folder of every export by id, or only of those of a run; those behind links are left out."""
-        files, named = ServedFiles(self.folders.roots), {}
+        files = ServedFiles(self.folders.roots)
+        named = {}
         for folder in self.folders.runs().values() if run is None else [run]:
             for export in sorted((folder / "exports").glob("step-*"), reverse=True):
                 try:

@@ -94,7 +94,8 @@ def any_of(name: str, words: Iterable[str]) -> str:
 
 def _en_patterns() -> dict[str, re.Pattern[str]]:
     ground = f" on a {any_of('background', BACKGROUNDS)} background"
-    colour, shape = any_of("colour", COLOURS), any_of("shape", SHAPES)
+    colour = any_of("colour", COLOURS)
+    shape = any_of("shape", SHAPES)
     other = f"an? {any_of('other_colour', COLOURS)} {any_of('other_shape', SHAPES)}"
     return {
         "single": re.compile(f"a {any_of('size', OBJECT_SIZES)} {colour} {shape}{ground}"),

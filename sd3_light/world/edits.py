@@ -19,7 +19,8 @@ from sd3_light.world.rendering import PlacedObject, render_objects, scale_of
 from sd3_light.world.scene import ALL_PAIRS, BACKGROUNDS, COLOURS, HELD_OUT_LIST, HELD_OUT_PAIRS, SEEN_PAIRS, Item, pick
 from sd3_light.world.segment import find_background, find_regions
 
-BEFORE, AFTER = "before", "after"
+BEFORE = "before"
+AFTER = "after"
 """The folders of a dataset: references, and the images that are trained on."""
 _SIDE = 64  # the lengths below are pixels in an image with this side
 _DIAMETERS = {"small": 16.0, "large": 25.0}

@@ -102,7 +102,8 @@ def judge(image: ImageLike, scene: Scene) -> Verdict:
 
 def compare(detected: DetectedScene, scene: Scene) -> Verdict:
     """Return which requirements of the scene a detected scene meets."""
-    expected, objects = scene.objects, detected.objects
+    expected = scene.objects
+    objects = detected.objects
     size = scene.items[0].size
     return Verdict(
         background=detected.background == scene.background,
@@ -176,7 +177,8 @@ def _normalise(cover: Floats) -> Floats:
     """Resample a mask bilinearly on a grid centred on its centre of mass and scaled by its area."""
     area, cx, cy = _moments(cover)
     steps = _STEPS * math.sqrt(area / math.pi)
-    rows, columns = _hats(cy + steps, cover.shape[0]), _hats(cx + steps, cover.shape[1])
+    rows = _hats(cy + steps, cover.shape[0])
+    columns = _hats(cx + steps, cover.shape[1])
     return np.asarray(rows @ cover @ columns.T, dtype=np.float32)
 
 

@@ -65,7 +65,8 @@ def place_objects(scene: Scene, width: int, height: int, rng: np.random.Generato
     scale = scale_of(width, height)
     placed = []
     for item, (left, top, right, bottom) in zip(scene.objects, _slots(scene, width, height), strict=True):
-        slot_w, slot_h = (right - left) * width, (bottom - top) * height
+        slot_w = (right - left) * width
+        slot_h = (bottom - top) * height
         diameter = _DIAMETERS[item.size or scene.kind] * scale * (1 + _DIAMETER_JITTER * rng.uniform(-1, 1))
         diameter = min(diameter, _SLOT_SHARE * min(slot_w, slot_h))
         x = (left + right) / 2 * width + _max_jitter(slot_w, diameter, scale) * rng.uniform(-1, 1)
@@ -110,7 +111,9 @@ def draw_shape(
 ) -> None:
     """Draw a shape centred at (x, y), in pixels of the reduced image, on a canvas for `SUPERSAMPLE`."""
     # The canvas is SUPERSAMPLE times finer, and PIL's integer coordinates are pixel centres.
-    cx, cy, radius = x * SUPERSAMPLE - 0.5, y * SUPERSAMPLE - 0.5, diameter / 2 * SUPERSAMPLE
+    cx = x * SUPERSAMPLE - 0.5
+    cy = y * SUPERSAMPLE - 0.5
+    radius = diameter / 2 * SUPERSAMPLE
     if shape in _OUTLINES:
         draw.polygon([(cx + radius * u, cy + radius * v) for u, v in _OUTLINES[shape]], fill=fill)
         return
@@ -123,13 +126,16 @@ def draw_shape(
 def _star_outline() -> list[tuple[float, float]]:
     corners = []
     for index in range(10):
-        radius, angle = (1.16, 0.52)[index % 2], math.pi * (index / 5 - 0.5)
+        radius = (1.16, 0.52)[index % 2]
+        angle = math.pi * (index / 5 - 0.5)
         corners.append((radius * math.cos(angle), radius * math.sin(angle) + 0.08))
     return corners
 
 
 def _cross_outline() -> list[tuple[float, float]]:
-    a, b = 0.37, 1.02  # half the width and the length of an arm
+    # half the width and the length of an arm
+    a = 0.37
+    b = 1.02
     quarter = [(a, -b), (a, -a), (b, -a)]
     corners = []
     for _ in range(4):

@@ -118,8 +118,10 @@ def _classify(pixels: Floats, ground: Floats) -> tuple[Ints, Floats]:
 def _region(labels: Ints, label: int, colours: Ints, cover: Floats) -> Region:
     """Return the region of a label with its soft edge: two pixels around it, without those of other regions."""
     inside = labels == label
-    rows, columns = np.flatnonzero(inside.any(axis=1)), np.flatnonzero(inside.any(axis=0))
-    top, left = max(int(rows[0]) - 2, 0), max(int(columns[0]) - 2, 0)
+    rows = np.flatnonzero(inside.any(axis=1))
+    columns = np.flatnonzero(inside.any(axis=0))
+    top = max(int(rows[0]) - 2, 0)
+    left = max(int(columns[0]) - 2, 0)
     box = (slice(top, int(rows[-1]) + 3), slice(left, int(columns[-1]) + 3))
     colour = int(colours[inside][0])
     near = dilate(dilate(inside[box])) & ((labels[box] == label) | (labels[box] < 0))

@@ -37,7 +37,8 @@ class DiskCache:
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
-        self.folder, self.limit = folder, limit
+        self.folder = folder
+        self.limit = limit
         with self._disk_errors(), self._folder_lock():
             self._free_space(0)
 
@@ -89,7 +90,8 @@ class DiskCache:
 
     def _free_space(self, size: int) -> bool:
         """Remove leftovers and the least recently used files until ``size`` bytes fit; False if fetches use it."""
-        whole, free = [], self.limit
+        whole = []
+        free = self.limit
         for name in os.listdir(self.folder):
             path = self.folder / name
             if _PART_NAME.fullmatch(name):

@@ -209,4 +209,5 @@ def _write(file: int, data: bytes, start: int) -> None:
     view = memoryview(data)
     while view:
         count = os.pwrite(file, view, start)
-        view, start = view[count:], start + count
+        view = view[count:]
+        start = start + count

@@ -28,7 +28,10 @@ class DeepSpeedBase(Engine):
     parts_group: dist.ProcessGroup | None = None
 
     def __init__(self, module: Any, launch: Launch, device: torch.device) -> None:
-        self.rank, self.world, self.device, self.module = launch.rank, launch.world, device, module
+        self.rank = launch.rank
+        self.world = launch.world
+        self.device = device
+        self.module = module
         self.names: tuple[str, ...] = module.loss_names
 
     def _initialize(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], config: TrainConfig) -> None:
@@ -42,12 +45,15 @@ class DeepSpeedBase(Engine):
             self.engine: Any = deepspeed.initialize(model=model, dist_init_required=False, **options)[0]
 
     def _take_state(self, state: StageState | ShardState) -> None:
-        self.state, self.weights, self.shapes = state, state.weights, state.shapes
+        self.state = state
+        self.weights = state.weights
+        self.shapes = state.shapes
 
     def _skip_unless(self, finite: Tensor) -> None:
         """Make the optimizer's next step change nothing if ``finite`` is false, decided on the device."""
         optimizer: Any = self.optimizer.torch_optimizer
-        optimizer.grad_scale, optimizer.found_inf = None, (~finite).float()
+        optimizer.grad_scale = None
+        optimizer.found_inf = (~finite).float()
 
     def weight_norm(self) -> Tensor:
         """Return the norm over all trainable weights, on the device."""

@@ -38,7 +38,8 @@ class _Stages(PipelineModule):
     """
 
     def __init__(self, layers: Sequence[nn.Module], config: TrainConfig, loss: Any, run_all: Callable[[], Any]) -> None:
-        self._config, self._run_all = config, run_all
+        self._config = config
+        self._run_all = run_all
         with quiet():
             super().__init__(layers=list(layers), num_stages=config.pipeline_stages, loss_fn=loss)
 
@@ -47,7 +48,8 @@ class _Stages(PipelineModule):
         return self._run_all() if self.num_stages == 1 else super().forward(state)
 
     def _partition_layers(self, method: str = "") -> None:
-        method, stages = self._config.partition_method, self._config.pipeline_stages
+        method = self._config.partition_method
+        stages = self._config.pipeline_stages
         count = len(self._layer_specs)
         if method == "manual":
             self.parts = [0, *self._config.partition_split, count]
@@ -80,7 +82,9 @@ class PipelineEngine(DeepSpeedBase):
         self, module: TrainedModel, config: TrainConfig, launch: Launch, device: torch.device, writers: int = 1
     ) -> None:
         super().__init__(module, launch, device)
-        self.launch, self.stages, self.stage = launch, config.pipeline_stages, launch.stage(config.pipeline_stages)
+        self.launch = launch
+        self.stages = config.pipeline_stages
+        self.stage = launch.stage(config.pipeline_stages)
         self.replicas = launch.world // self.stages
         self.sequential_micro_batches = self.stages == 1
         self.clip = config.gradient_clipping
@@ -106,7 +110,8 @@ class PipelineEngine(DeepSpeedBase):
         self, stages: _Stages, parameters: Mapping[str, nn.Parameter], names: Mapping[int, str], zero: Any, writers: int
     ) -> StageState:
         """Return this process's state, and free the layers of other stages."""
-        stage_of, shapes = {}, {}
+        stage_of = {}
+        shapes = {}
         for index, layer in enumerate(stages._layer_specs):
             for weight in layer.parameters():
                 if weight.requires_grad:
@@ -122,7 +127,8 @@ class PipelineEngine(DeepSpeedBase):
         """Run the micro-batches through the pipeline and back, then step, clipped by the norm over all stages."""
         self.optimizer.set_rate(lr)
         self._numbers = torch.zeros(len(self.names) + 2 * NUM_BANDS, device=self.device)
-        self._handle_outputs, self._weight = self._train_loss, 1 / len(batches)
+        self._handle_outputs = self._train_loss
+        self._weight = 1 / len(batches)
         self.engine.reset_activation_shape()
         self.engine.train_batch(self._feed(batches))
         return StepResult(self.names, self._numbers)
@@ -133,7 +139,8 @@ class PipelineEngine(DeepSpeedBase):
         Targets are queued here, because DeepSpeed's need a mask, and so are the inputs of a single stage, which it
         would copy twice. The first of several stages gets copies, which must outlive other micro-batches.
         """
-        first, last = self.stage == 0, self.stage == self.stages - 1
+        first = self.stage == 0
+        last = self.stage == self.stages - 1
         for batch in equal_micro_batches(batches if self.sequential_micro_batches else _pad_texts(batches)):
             own = (batch if first else batch.select(_TARGETS)).to(self.device)
             times = (1000 * own["t"]).float()

@@ -38,7 +38,9 @@ class ShardState:
         optimizer: Any,
         zero: Any,
     ) -> None:
-        self.launch, self.shapes, self.optimizer = launch, shapes, optimizer
+        self.launch = launch
+        self.shapes = shapes
+        self.optimizer = optimizer
         for flat, weights in zip(zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, strict=True):
             assert flat.dtype == weights.dtype == torch.float32, "weights must be float32"
             flat.data = weights.data  # float32 weights are their own master copies

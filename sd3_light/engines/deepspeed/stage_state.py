@@ -32,8 +32,13 @@ class StageState:
         zero: Any | None,
         writers: int = 1,
     ) -> None:
-        self.rank, self.parameters, self.optimizer, self.zero = launch.rank, dict(parameters), optimizer, zero
-        self.stage_of, self.shapes, self.replicas = stage_of, shapes, launch.world // stages
+        self.rank = launch.rank
+        self.parameters = dict(parameters)
+        self.optimizer = optimizer
+        self.zero = zero
+        self.stage_of = stage_of
+        self.shapes = shapes
+        self.replicas = launch.world // stages
         if zero is not None:
             alias_master_weights(zero)
         self.weights = {name: weight.detach() for name, weight in self.parameters.items()}
@@ -71,7 +76,8 @@ class StageState:
         if mapping is None:
             return
         flat = self.zero.single_partition_of_fp32_groups[mapping.param_group_index]
-        address, start = mapping.hp_fragment_address, mapping.lp_fragment_address.start
+        address = mapping.hp_fragment_address
+        start = mapping.lp_fragment_address.start
         for kind, value in self.optimizer.state[flat].items():
             if value.dim():
                 part = value[address.start : address.start + address.numel]

@@ -40,7 +40,8 @@ class ZeroEngine(DeepSpeedBase):
         parameters = module.trainable()
         shapes = {name: tuple(weight.shape) for name, weight in parameters.items()}
         self._initialize(self.module, parameters, config)
-        zero, optimizer = self.engine.optimizer, self.optimizer.torch_optimizer
+        zero = self.engine.optimizer
+        optimizer = self.optimizer.torch_optimizer
         if config.zero_stage == 3:
             self._take_state(ShardState(launch, parameters, shapes, optimizer, zero))
             self.parts_group = dist.group.WORLD

@@ -46,8 +46,10 @@ class BetweenBlocks:
     def __init__(self, plan: BetweenPlan, kept_BK: Tensor | None, compare: Compare, taps: Collection[int] = ()) -> None:
         self.features: dict[int, Tensor] = {}
         self._taps = taps
-        self._route, self._pair = plan.route if kept_BK is not None else None, plan.pair
-        self._kept, self._compare = kept_BK, compare
+        self._route = plan.route if kept_BK is not None else None
+        self._pair = plan.pair
+        self._kept = kept_BK
+        self._compare = compare
         self._waiting: Tensor | None = None  # all tokens, while only the kept ones run
         self._early: tuple[Tensor, bool] | None = None
         self.compared: Tensor | None = None
@@ -83,7 +85,8 @@ class BetweenBlocks:
         """Compare the tokens that both blocks have."""
         assert self._early is not None
         early, early_is_routed = self._early
-        self._early, late_is_routed = None, self._waiting is not None
+        self._early = None
+        late_is_routed = self._waiting is not None
         if early_is_routed and not late_is_routed:
             late = take_tokens(late, self._rows(late))
         elif late_is_routed and not early_is_routed:

@@ -142,7 +142,8 @@ class FrozenParts(ImageEncoders):
         model = self.part(name)
         with torch.inference_mode():
             if name == "t5":
-                tokens, pooled = encode_t5(model, padded, lengths_B), None
+                tokens = encode_t5(model, padded, lengths_B)
+                pooled = None
             else:
                 tokens, pooled = encode_clip(model, padded)
             tokens = tokens.flatten(0, 1)

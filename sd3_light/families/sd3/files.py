@@ -179,7 +179,8 @@ class SD3Files(Files):
         """See `Files.card`."""
         heads = f"{config['num_attention_heads']} heads of {config['attention_head_dim']}"
         denoiser = f"{config['num_layers']} joint blocks, {heads}"
-        tokens, t5 = text.get("text_tokens", "padded"), text.get("t5_max_length", 256)
+        tokens = text.get("text_tokens", "padded")
+        t5 = text.get("t5_max_length", 256)
         uncond = text.get("uncond_text", "empty")
         policy = f"{tokens} tokens, T5 length {t5}, unconditional input: {uncond}"
         if count := text.get("references"):

@@ -13,7 +13,8 @@ def draw_kept(seed: int, occurrences: NDArray[np.int64], tokens: int, share: flo
     Each token has a word of its sample's stream, whose last bits are replaced by its number; the tokens with the lowest
     words are kept.
     """
-    count, bits = num_kept(tokens, share), np.uint64((tokens - 1).bit_length())
+    count = num_kept(tokens, share)
+    bits = np.uint64((tokens - 1).bit_length())
     words = np.empty((len(occurrences), tokens), dtype=np.uint64)
     for at, draw in enumerate(streams(seed, "token-routing", occurrences)):
         words[at] = draw.bit_generator.random_raw(tokens)

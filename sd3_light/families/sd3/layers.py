@@ -38,12 +38,14 @@ class Embed(nn.Module):
         self.pos_embed = transformer.pos_embed
         self.time_text_embed = transformer.time_text_embed
         self.context_embedder = transformer.context_embedder
-        self.keep_text, self.real_text = keep_text, real_text
+        self.keep_text = keep_text
+        self.real_text = real_text
 
     def forward(self, inputs: LayerState) -> LayerState:
         """Embed patches with positions, text, and time with pooled text."""
         noisy_BCHW, timestep_B, prompt_BTE, pooled_BP, *rest = inputs
-        lengths, others = rest[: self.real_text], rest[self.real_text :]
+        lengths = rest[: self.real_text]
+        others = rest[self.real_text :]
         corners = [other for other in others if other.dim() == 2]
         images = [noisy_BCHW, *(other for other in others if other.dim() == 4)]
         tokens = [embed_patches(self.pos_embed, image, *corners) for image in images]
@@ -72,7 +74,8 @@ class JointBlock(nn.Module):
     def __init__(self, block: nn.Module, keep_text: bool = False, real_text: bool = False) -> None:
         super().__init__()
         self.block = block
-        self.keep_text, self.real_text = keep_text, real_text
+        self.keep_text = keep_text
+        self.real_text = real_text
 
     def forward(self, state: LayerState) -> LayerState:
         """Run the joint block."""
@@ -164,6 +167,7 @@ def _together(layer: nn.Module) -> Callable[..., Any]:
 
 def unpatchify(patches_BNP: Tensor, height: int, width: int, patch: int = 2) -> Tensor:
     """Return predicted patches as a latent [B, C, height, width]."""
-    rows, columns = height // patch, width // patch
+    rows = height // patch
+    columns = width // patch
     patches = patches_BNP.reshape(len(patches_BNP), rows, columns, patch, patch, -1)
     return torch.einsum("nhwpqc->nchpwq", patches).reshape(len(patches_BNP), -1, height, width)

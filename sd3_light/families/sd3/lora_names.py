@@ -46,7 +46,8 @@ class SD3AdapterNames(AdapterNames):
         by_single: dict[str, dict[str, LoraModule]] = {}
         for name, module in modules.items():
             by_single.setdefault(_single_name(name), {})[name] = module.with_unit_scale()
-        fused, ranks = {}, {}
+        fused = {}
+        ranks = {}
         for single, parts in by_single.items():
             layers = self.find_layers(single)
             assert layers is not None
@@ -131,7 +132,8 @@ def _layers(prefix: str, stock: str) -> list[Layers]:
 
 
 _ALL_LAYERS = {"num_layers": 2, "dual_attention_layers": (0,), "qk_norm": None}
-_IN_BLOCK, _ELSEWHERE = _layers("joint_blocks.0.", "transformer_blocks.0."), _layers("", "")
+_IN_BLOCK = _layers("joint_blocks.0.", "transformer_blocks.0.")
+_ELSEWHERE = _layers("", "")
 _SINGLE = {name: str(layers.single) for layers in _IN_BLOCK + _ELSEWHERE for name in layers.names}
 _OUTSIDE_LAYERS = _by_spelling(_ELSEWHERE) | _by_spelling(Layers(layers.names, None) for layers in _ELSEWHERE)
 _BLOCK_LAYERS = {
@@ -155,7 +157,8 @@ def _checked(padding: Padding) -> tuple[int, int]:
 
 def _swap_halves(single: str, module: LoraModule) -> LoraModule:
     """Swap [scale, shift] of diffusers and [shift, scale] of single files, in the layers that have only these two."""
-    rows, width = module.up.shape[0], module.down.shape[1]
+    rows = module.up.shape[0]
+    width = module.down.shape[1]
     # only the last block's text modulation has two chunks; the others have six
     last_text = single.endswith("context_block.adaLN_modulation.1") and rows == 2 * width
     if not last_text and single != "final_layer.adaLN_modulation.1":
@@ -182,7 +185,8 @@ def _split(single: str, names: tuple[str, ...], module: LoraModule, ranks: list[
         raise UserError(f"{single}: {list(module.up.shape)} is not an update of three layers")
     if ranks is None:
         ranks = [module.rank // 3] * 3
-    parts, column = {}, 0
+    parts = {}
+    column = 0
     diagonal = sum(ranks) == module.rank and _is_block_diagonal(module.up, rows, ranks)
     for index, (name, rank) in enumerate(zip(names, ranks, strict=True)):
         # trained as a fused layer: the three share `down`, and each has its own rows of `up`

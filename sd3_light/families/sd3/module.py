@@ -182,7 +182,8 @@ class PipelineLayer(nn.Module):
 
     def __init__(self, module: SD3TrainingModule, layer: nn.Module, number: int) -> None:
         super().__init__()
-        self.layer, self.number = layer, number
+        self.layer = layer
+        self.number = number
         self._module = (module,)  # in a tuple: not a submodule of this one
 
     def forward(self, state: LayerState) -> LayerState:

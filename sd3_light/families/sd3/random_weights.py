@@ -24,7 +24,8 @@ def new_transformer(config: dict[str, Any], seed: int, position_step: float | No
     """
     with init_empty_weights(include_buffers=False):  # torch's own initialisation would take longer
         transformer: SD3Transformer2DModel = SD3Transformer2DModel(**config)
-    zeroed, narrow = _zeroed(transformer), _embedding_mlps(transformer)
+    zeroed = _zeroed(transformer)
+    narrow = _embedding_mlps(transformer)
     parameters = [
         (module, name, f"{path}.{name}")
         for path, module in transformer.named_modules()

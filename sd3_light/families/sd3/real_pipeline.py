@@ -263,7 +263,8 @@ class RealTextPipeline(StableDiffusion3Pipeline):
         t5 = clip_l.new_zeros(0, width)  # without T5 its tokens are left out, as training does when it drops T5
         if self.text_encoder_3 is not None:
             t5 = self.text_encoder_3(self._ids(self.tokenizer_3, texts[2], self.config.t5_max_length, device))[0][0]
-        num_clip, width_l = max(len(clip_l), len(clip_g)), clip_l.shape[-1]
+        num_clip = max(len(clip_l), len(clip_g))
+        width_l = clip_l.shape[-1]
         rows = t5.new_zeros(num_clip + len(t5), width)
         rows[: len(clip_l), :width_l] = clip_l
         rows[: len(clip_g), width_l : width_l + clip_g.shape[-1]] = clip_g

@@ -147,8 +147,10 @@ class _FileContent:
 
 def _read_file(path: Path, base: Path | None, keep_pads: bool) -> _FileContent:
     tensors, header_metadata = open_tensors(path)
-    metadata, parts = _own_metadata(header_metadata, path), _parts(tensors)
-    unknown, notes = parts.pop(""), []
+    metadata = _own_metadata(header_metadata, path)
+    parts = _parts(tensors)
+    unknown = parts.pop("")
+    notes = []
     transformer_config, stock = _denoiser(parts.pop("transformer"), metadata, path, keep_pads)
     model = Model({"transformer": transformer_config}, {"transformer": stock})
     for part, part_tensors in parts.items():
@@ -220,7 +222,8 @@ def _denoiser(
         header = {"_class_name": "SD3Transformer2DModel", "_diffusers_version": diffusers_version}
         config = {**config_of_shapes(shapes, str(path)), **header}
         return config, from_single_file("transformer", tensors, config, str(path))
-    config, blocks = metadata["config"], metadata["blocks_in_file"]
+    config = metadata["config"]
+    blocks = metadata["blocks_in_file"]
     padded = padded_config(config, blocks) if blocks > config["num_layers"] else config
     stock = from_single_file("transformer", tensors, padded, str(path))
     return (padded, stock) if keep_pads else (config, unpad(stock, config["num_layers"], blocks, str(path)))

@@ -38,14 +38,16 @@ _OUTER_LAYERS = (
 
 def denoiser_rules(config: Mapping[str, Any]) -> Iterator[Rule]:
     """Yield one rule per tensor of a denoiser with this config."""
-    last, dual = config["num_layers"] - 1, set(config.get("dual_attention_layers") or ())
+    last = config["num_layers"] - 1
+    dual = set(config.get("dual_attention_layers") or ())
     norm = config.get("qk_norm") is not None
     yield Rule("pos_embed", ("pos_embed.pos_embed",))
     for single, stock in _OUTER_LAYERS:
         yield from _linear(single, stock)
     yield from _linear("final_layer.adaLN_modulation.1", "norm_out.linear", swap=True)
     for block in range(last + 1):
-        single, stock = f"joint_blocks.{block}", f"transformer_blocks.{block}"
+        single = f"joint_blocks.{block}"
+        stock = f"transformer_blocks.{block}"
         yield from _image_side(f"{single}.x_block", stock, norm, block in dual)
         yield from _text_side(f"{single}.context_block", stock, norm, block == last)
 

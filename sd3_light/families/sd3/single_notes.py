@@ -20,7 +20,9 @@ _FULL_SIZE = {
     "text_encoder_3": ("d_model", 4096),
 }
 _SHIFT = 3.0
-_T5_LENGTH, _COMFY_T5_LENGTH = 256, 77  # of diffusers by default; at least that many in ComfyUI
+# of diffusers by default; at least that many in ComfyUI
+_T5_LENGTH = 256
+_COMFY_T5_LENGTH = 77
 _LATENTS = {"scaling_factor": SD3_LATENTS.scale, "shift_factor": SD3_LATENTS.shift}
 
 
@@ -52,7 +54,9 @@ def reader_notes(model: Model, blocks: int, scheduler: Mapping[str, Any], text: 
 
 
 def _block_notes(config: PartConfig, blocks: int) -> Iterator[str]:
-    true, heads, width = config["num_layers"], config["num_attention_heads"], config["attention_head_dim"]
+    true = config["num_layers"]
+    heads = config["num_attention_heads"]
+    width = config["attention_head_dim"]
     if width != HEAD_WIDTH:
         yield f"heads of {width}: ComfyUI and other readers support heads of {HEAD_WIDTH} only and do not load the file"
     elif true > heads:

@@ -33,7 +33,8 @@ PREFIXES = {  # in the single file
     "text_encoder_3": "text_encoders.t5xxl.transformer.",
 }
 PROJECTION = "text_projection.weight"
-_T5_EMBEDDING, _T5_SECOND_EMBEDDING = "shared.weight", "encoder.embed_tokens.weight"
+_T5_EMBEDDING = "shared.weight"
+_T5_SECOND_EMBEDDING = "encoder.embed_tokens.weight"
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,8 @@ def configured_size(model: ModelConfig) -> ModelSize:
     """Return the size that a [model] table describes; of a shape, the encoders and the VAE determine the rest."""
     if model.shape is None:
         return resolve_size(model)
-    text, (channels, _) = text_shape(model.diffusers_path, model.t5_max_length), vae_shape(model.diffusers_path)
+    text = text_shape(model.diffusers_path, model.t5_max_length)
+    channels, _ = vae_shape(model.diffusers_path)
     size = replace(
         SIZES[PRETRAIN_SIZE],
         **model.shape.model_dump(),
@@ -106,7 +107,8 @@ def named_size(config: dict[str, Any], path: Path) -> ModelSize:
     kind = config.get("_class_name", "SD3Transformer2DModel")
     if kind != "SD3Transformer2DModel":
         raise UserError(f"{path} describes a {kind}; give the folder of an SD3Transformer2DModel")
-    patch, channels = config.get("patch_size", ModelSize.patch_size), config.get("in_channels")
+    patch = config.get("patch_size", ModelSize.patch_size)
+    channels = config.get("in_channels")
     if patch != ModelSize.patch_size:
         raise UserError(
             f"{path} has patch_size {patch}, SD3 has {ModelSize.patch_size}; give the folder of an SD3 denoiser"

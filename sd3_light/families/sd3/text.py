@@ -131,7 +131,8 @@ def join_text(
     assert min(lengths) > 0, "every sample needs at least one text token"
     shape = (len(t5), max(lengths), t5[0].shape[-1])
     prompt = t5[0].new_empty(shape) if allocate is None else allocate(shape, t5[0].dtype)
-    left_end, right_end = clip_l[0].shape[-1], clip_l[0].shape[-1] + clip_g[0].shape[-1]
+    left_end = clip_l[0].shape[-1]
+    right_end = clip_l[0].shape[-1] + clip_g[0].shape[-1]
     for row, left, right, tokens, clip, length in zip(
         prompt.unbind(0), clip_l, clip_g, t5, num_clip, lengths, strict=True
     ):

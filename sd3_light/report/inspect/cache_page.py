@@ -92,7 +92,9 @@ def collect_content(cache: Inspection, samples: int, seed: int, vae: Path | None
 
 def render_page(content: CachePage, **values: Any) -> str:
     """Return the page as HTML; ``values`` are those of pages that `sd3-light ui` serves."""
-    cache, rejects, places = content.cache, content.rejects, content.cache.manifest.places
+    cache = content.cache
+    rejects = content.rejects
+    places = content.cache.manifest.places
     reasons = dict(rejects.counts.most_common()) or cache.rejects
     recipe = {"diffusers_path": places.get("diffusers_path", "not recorded"), **cache.manifest.recipe}
     recipe.pop("columns", None)  # hashes of what the other keys say
@@ -131,7 +133,8 @@ def group_samples(samples: Sequence[SampleCard]) -> list[tuple[str, list[SampleC
     scored = sorted((card for card in samples if card.psnr is not None), key=lambda card: card.psnr or 0.0)
     if len(scored) < 2 * _WORST:
         return [("", list(samples))]
-    worst, middle = scored[:_WORST], scored[(len(scored) - 1) // 2]
+    worst = scored[:_WORST]
+    middle = scored[(len(scored) - 1) // 2]
     shown = {id(card) for card in (*worst, middle)}
     others = [card for card in samples if id(card) not in shown]
     return [("Worst reconstructions", worst), ("Median reconstruction", [middle]), ("Other samples", others)]
@@ -156,7 +159,8 @@ def _tiles(cache: Inspection, num_rejects: int) -> list[tuple[str, str, str]]:
 
 
 def _caption_summary(cache: Inspection) -> str:
-    stats, num_shards = cache.stats, len(cache.manifest.shards)
+    stats = cache.stats
+    num_shards = len(cache.manifest.shards)
     if stats.samples == cache.samples:
         samples = f"all {stats.samples:,} samples"
     else:

@@ -188,7 +188,8 @@ def num_words(text: str) -> int:
 
 def quantile(lengths: Counter[int], share: float) -> int:
     """Return the smallest length that at least ``share`` of all do not exceed; 0 where there are none."""
-    reached, wanted = 0, share * lengths.total()
+    reached = 0
+    wanted = share * lengths.total()
     for length in sorted(lengths):
         reached += lengths[length]
         if reached >= wanted:

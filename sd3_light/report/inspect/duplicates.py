@@ -60,7 +60,8 @@ def read_duplicates(folder: Path, places: Mapping[str, str], seed: int) -> Dupli
 
 
 def _pair(item: Mapping[str, Any], places: Mapping[str, str]) -> DuplicatePair:
-    first, key = str(item.get("first", "")), item["key"]
+    first = str(item.get("first", ""))
+    key = item["key"]
     first_image = _thumbnail(first, item.get("first_image"), places)
     return DuplicatePair(first, first_image, key, _thumbnail(key, item.get("image"), places))
 

@@ -38,7 +38,8 @@ def make_histogram(title: str, unit: str, lengths: Counter[int], hint: str) -> H
     """Return the histogram of lengths, with a one-line summary."""
     if not lengths:
         return Histogram(title, unit, "No captions.", [])
-    median, high = quantile(lengths, 0.5), quantile(lengths, 0.95)
+    median = quantile(lengths, 0.5)
+    high = quantile(lengths, 0.95)
     summary = f"Median {median:,}, 95th percentile {high:,}, longest {max(lengths):,}. {hint}"
     return Histogram(title, unit, summary, histogram_bins(lengths))
 
@@ -47,7 +48,8 @@ def histogram_bins(lengths: Counter[int]) -> list[HistogramBin]:
     """Return at most 30 bins of a round width. The last is open where a few captions are far longer than the rest."""
     if not lengths:
         return []
-    low, longest = min(lengths), max(lengths)
+    low = min(lengths)
+    longest = max(lengths)
     top = min(longest, 2 * quantile(lengths, 0.99) + 1)
     width = next(width for width in _ROUND_WIDTHS if (top - low) // width + 2 <= _MOST_BINS)
     start = low // width * width

@@ -74,7 +74,8 @@ def _add_to_reservoir(item: dict[str, Any], reservoir: list[dict[str, Any]], mos
 
 def _even_shares(sizes: Mapping[str, int], most: int) -> dict[str, int]:
     """Return how many of each group are chosen: equal shares, and what a small one leaves goes to the larger ones."""
-    shares, left = {}, most
+    shares = {}
+    left = most
     for index, name in enumerate(sorted(sizes, key=lambda name: sizes[name])):
         shares[name] = min(sizes[name], left // (len(sizes) - index))
         left -= shares[name]

@@ -71,7 +71,9 @@ def source_label(key: str, places: Iterable[str]) -> str:
 
 
 def _card(item: Mapping[str, Any], places: Mapping[str, str]) -> RejectCard:
-    key, reason, detail = item["key"], item["reason"], str(item.get("detail", ""))
+    key = item["key"]
+    reason = item["reason"]
+    detail = str(item.get("detail", ""))
     text = str(item.get("image") or "")
     try:
         image = open_truncated(image_location(places, source_label(key, places), text).read())

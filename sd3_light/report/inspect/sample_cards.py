@@ -119,14 +119,16 @@ class _Shards:
     """Reads samples; the last shard stays open, since samples arrive in the order of shards."""
 
     def __init__(self, folder: Path, notes: list[str]) -> None:
-        self.folder, self.notes = folder / SHARDS, notes
+        self.folder = folder / SHARDS
+        self.notes = notes
         self._file = ""
         self._shard: tuple[ShardReader, list[Origin]] | None = None
 
     def read(self, ref: SampleRef) -> _CachedSample | None:
         """Return a sample, or None and a note where its shard cannot be read."""
         if self._file != ref.entry.file:
-            self._file, self._shard = ref.entry.file, self._open(ref.entry)
+            self._shard = self._open(ref.entry)
+            self._file = ref.entry.file
         if self._shard is None:
             return None
         reader, origins = self._shard
@@ -135,7 +137,8 @@ class _Shards:
     def _open(self, entry: ShardEntry) -> tuple[ShardReader, list[Origin]] | None:
         path = self.folder / entry.file
         try:
-            reader, origins = ShardReader(path, entry), read_origins(path)
+            reader = ShardReader(path, entry)
+            origins = read_origins(path)
         except (UserError, OSError, pa.ArrowException, SafetensorError, LookupError) as error:
             self.notes.append(f"The samples of shard {entry.file} are not shown, it cannot be read: {error}")
             return None

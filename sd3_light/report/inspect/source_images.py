@@ -38,7 +38,8 @@ def image_location(places: Mapping[str, str], directory: str, text: str) -> Loca
 def open_truncated(data: bytes) -> Image.Image:
     """Return an image whose end may be missing; raise Reject where nothing can be shown."""
     # Pillow's setting is global to the process, and the cache relies on its default: change it for one image only
-    before, ImageFile.LOAD_TRUNCATED_IMAGES = ImageFile.LOAD_TRUNCATED_IMAGES, True
+    before = ImageFile.LOAD_TRUNCATED_IMAGES
+    ImageFile.LOAD_TRUNCATED_IMAGES = True
     try:
         return decode(data)
     finally:

@@ -47,7 +47,8 @@ def _add_counts(cache: Inspection, table: ResultTable) -> None:
 
 def _add_buckets(cache: Inspection, table: ResultTable) -> None:
     buckets = cache.buckets
-    largest, total = max(buckets.values(), default=1), max(1, cache.samples)
+    largest = max(buckets.values(), default=1)
+    total = max(1, cache.samples)
     shown = sorted(buckets, key=lambda name: -buckets[name])[:_MOST_BUCKETS]
     for name in (name for name in buckets if name in shown):
         count = buckets[name]
@@ -86,7 +87,8 @@ def _add_captions(cache: Inspection, table: ResultTable) -> None:
 
 
 def _add_settings(cache: Inspection, table: ResultTable) -> None:
-    recipe, places = cache.manifest.recipe, cache.manifest.places
+    recipe = cache.manifest.recipe
+    places = cache.manifest.places
     text = ", ".join(
         f"{name} = {recipe[name]}" for name in ("text_tokens", "t5_max_length", "text_max_length") if name in recipe
     )

@@ -108,7 +108,8 @@ def _patterns() -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str], re.P
         f"{any_of('shape', ZH_SHAPES.values())}"
     )
     en_any, zh_any = (re.sub(r"\?P<\w+>", "?:", group) for group in (en_group, zh_group))
-    en_link, zh_link = f", | and | (?:{'|'.join(HARD_RELATIONS)}) ", "、|和|在"
+    en_link = f", | and | (?:{'|'.join(HARD_RELATIONS)}) "
+    zh_link = "、|和|在"
     en = f"(?P<groups>{en_any}(?:(?:{en_link}){en_any})*) on a {any_of('background', BACKGROUNDS)} background"
     zh_relations = "|".join(_ZH_RELATIONS.values())
     zh_groups = f"(?P<groups>{zh_any}(?:(?:{zh_link}){zh_any})*(?:的(?:{zh_relations}))?)"

@@ -42,7 +42,9 @@ _MIN_ACCENT = 0.07  # minimum share of the accent in a textured object
 _MIN_ROWS = 0.8  # minimum share of a striped object's variance that its rows explain; dots reach 0.65
 _CONTACT = 1.5  # distance of touching objects in a 64x64 image
 _DIAMETERS = tuple(np.arange(11.5, 22.6, 0.75).tolist())
-_GROUND, _EDGE = -1, -2  # labels of pixels that belong to no object
+# labels of pixels that belong to no object
+_GROUND = -1
+_EDGE = -2
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,8 @@ def compare_hard(detected: DetectedHardScene, scene: HardScene) -> Verdict:
 
     `count` compares the number of each pair of colour and shape if all pairs are right, otherwise the total.
     """
-    objects, groups = detected.objects, {group.pair: group for group in scene.groups}
+    objects = detected.objects
+    groups = {group.pair: group for group in scene.groups}
     pairs = Counter(item.pair for item in objects)
     shape = set(pairs) == set(groups)
     sized = [(item, groups[item.pair].size) for item in objects if item.pair in groups]
@@ -165,7 +168,8 @@ def _classify(pixels: Floats, background: str, ground: Floats) -> tuple[Ints, Fl
     lines = np.array([accent_of(colour, shade) for colour in COLOURS], dtype=np.float32) - base
     towards = np.stack([np.clip((flat - p) @ v / (v @ v), 0, 1) for p, v in zip(base, lines, strict=True)], axis=1)
     miss = np.linalg.norm(flat[:, None] - base - towards[..., None] * lines, axis=2)
-    best, from_ground = miss.argmin(axis=1), np.linalg.norm(flat - ground, axis=1)
+    best = miss.argmin(axis=1)
+    from_ground = np.linalg.norm(flat - ground, axis=1)
     rows = np.arange(len(best))
     nearest = miss[rows, best]
     colours = np.where(from_ground < nearest, _GROUND, best)
@@ -189,8 +193,10 @@ def _touching(labels: Ints, label: int, large: Sequence[int], reach: int) -> lis
 def _whole(labels: Ints, label: int, colour: str, is_ground: Bools, scale: float) -> DetectedObject:
     """Return the object of a region that nothing hides; edge pixels around it count half."""
     inside = labels == label
-    rows, columns = np.flatnonzero(inside.any(axis=1)), np.flatnonzero(inside.any(axis=0))
-    top, left = max(int(rows[0]) - 1, 0), max(int(columns[0]) - 1, 0)
+    rows = np.flatnonzero(inside.any(axis=1))
+    columns = np.flatnonzero(inside.any(axis=0))
+    top = max(int(rows[0]) - 1, 0)
+    left = max(int(columns[0]) - 1, 0)
     box = (slice(top, int(rows[-1]) + 2), slice(left, int(columns[-1]) + 2))
     edge = dilate(inside)[box] & (labels[box] < 0) & ~is_ground[box]
     cover = (inside[box] + 0.5 * edge).astype(np.float32)
@@ -236,7 +242,8 @@ def _fit(inside: Bools, is_ground: Bools, colour: str, scale: float) -> Detected
     All shapes, diameters and places on a grid are compared by the overlap of their visible part (by FFT).
     """
     factor = max(1, round(scale))
-    region, ground = _shrink(inside, factor), _shrink(is_ground, factor)
+    region = _shrink(inside, factor)
+    ground = _shrink(is_ground, factor)
     spectra = _template_spectra(*region.shape)
     shared, outside = (
         np.fft.irfft2(np.fft.rfft2(mask) * spectra, s=mask.shape, axes=(1, 2)) for mask in (region, ground)

@@ -18,9 +18,11 @@ SIZE_THRESHOLD = 16.5
 _ANY_DIAMETER = (12.2, 21.7)
 _CROWDED = 4  # from this number of objects on, they are small and placed in the cells of a 3 x 3 grid
 _EXTENT = 1.1  # half the side of a shape's box, in radii
-_BORDER, _GAP = 2.0, 2.0
+_BORDER = 2.0
+_GAP = 2.0
 _STRIPE_PERIOD = 5.0
-_DOT_PERIOD, _DOT_RADIUS = 5.0, 1.5
+_DOT_PERIOD = 5.0
+_DOT_RADIUS = 1.5
 _VISIBLE = (0.6, 0.92)  # share of the back object that stays visible
 _CLEAR = 1.2  # how much larger than across the distance along a relation is
 _MAX_TRIES = 500
@@ -118,9 +120,11 @@ def _place_overlapping(objects: tuple[Group, ...], box: Box, rng: np.random.Gene
     back, front = objects
     for _ in range(_MAX_TRIES):
         x, y, d_back = _inside(_diameter(back, rng), box, rng)
-        d_front, angle = _diameter(front, rng), rng.uniform(0, 2 * math.pi)
+        d_front = _diameter(front, rng)
+        angle = rng.uniform(0, 2 * math.pi)
         distance = rng.uniform(0.5, 0.95) * (d_back + d_front) / 2
-        other_x, other_y = x + distance * math.cos(angle), y + distance * math.sin(angle)
+        other_x = x + distance * math.cos(angle)
+        other_y = y + distance * math.sin(angle)
         margin = _EXTENT * d_front / 2 + _BORDER
         if not (margin <= other_x <= box[0] - margin and margin <= other_y <= box[1] - margin):
             continue
@@ -130,7 +134,8 @@ def _place_overlapping(objects: tuple[Group, ...], box: Box, rng: np.random.Gene
 
 
 def _is_clear_overlap(back: str, d_back: float, front: str, d_front: float, dx: float, dy: float) -> bool:
-    whole, cover = _solid(back, round(d_back)), _solid(front, round(d_front))
+    whole = _solid(back, round(d_back))
+    cover = _solid(front, round(d_front))
     visible = whole & ~np.roll(cover, (round(dy), round(dx)), axis=(0, 1))
     if not _VISIBLE[0] <= visible.sum() / whole.sum() <= _VISIBLE[1]:
         return False
@@ -151,7 +156,9 @@ def _paint(
     """Paint one object; the hole of a ring stays as it is."""
     x, y, diameter = place
     reach = math.ceil(0.6 * diameter) + 1
-    left, top, side = math.floor(x) - reach, math.floor(y) - reach, 2 * reach + 1
+    left = math.floor(x) - reach
+    top = math.floor(y) - reach
+    side = 2 * reach + 1
     mask = Image.new("L", (side * SUPERSAMPLE, side * SUPERSAMPLE), 0)
     draw_shape(ImageDraw.Draw(mask), group.shape, x - left, y - top, diameter, 255, 0)
     corner = left * SUPERSAMPLE, top * SUPERSAMPLE
@@ -170,8 +177,10 @@ def _pattern(texture: str, side: int, scale: float, rng: np.random.Generator) ->
         for top in np.arange(-period * rng.random(), side, period).tolist():
             draw.rectangle((0, top, side, top + period / 2), fill=255)
         return pattern
-    period, radius = _DOT_PERIOD * scale, _DOT_RADIUS * scale
-    phase_x, phase_y = -period * rng.random(), -period * rng.random()
+    period = _DOT_PERIOD * scale
+    radius = _DOT_RADIUS * scale
+    phase_x = -period * rng.random()
+    phase_y = -period * rng.random()
     for row, y in enumerate(np.arange(phase_y, side + period, period).tolist()):
         for x in np.arange(phase_x - period / 2 * (row % 2), side + period, period).tolist():
             draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill=255)

@@ -124,7 +124,8 @@ def draw_hard_scene(rng: np.random.Generator, held_out: bool, kind: str | None =
     assert kind in HARD_KINDS, kind
     background = pick(rng, tuple(BACKGROUNDS))
     counts = _draw_counts(rng, kind)
-    has_room, pairs = sum(counts) <= MAX_LARGE, _draw_pairs(rng, len(counts), held_out)
+    has_room = sum(counts) <= MAX_LARGE
+    pairs = _draw_pairs(rng, len(counts), held_out)
     groups = tuple(_draw_group(rng, pair, count, has_room) for pair, count in zip(pairs, counts, strict=True))
     relation = _draw_relation(rng, groups) if kind == "pair" else None
     return HardScene(groups, background, relation)

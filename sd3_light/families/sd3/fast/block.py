@@ -120,7 +120,9 @@ class FastBlock(torch.autograd.Function):
         image = _Stream(weights[0], tensors[:6], plan.image, options)
         text = _Stream(weights[1], tensors[6:12], plan.text, options)
         ctx.set_materialize_grads(False)
-        ctx.plan, ctx.heads, ctx.streams = plan, heads, (image, text)
+        ctx.plan = plan
+        ctx.heads = heads
+        ctx.streams = (image, text)
         outputs, saved, attention = _compute(plan, ctx.streams, heads)
         if options.keep == "products":
             attention.free()
@@ -133,7 +135,9 @@ class FastBlock(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         """Return gradients in the order of the inputs."""
-        plan, heads, streams = ctx.plan, ctx.heads, ctx.streams
+        plan = ctx.plan
+        heads = ctx.heads
+        streams = ctx.streams
         saved, attention = ctx.saved or _compute(plan, streams, heads, recompute=True)[1:]
         ctx.saved = ctx.streams = None
         ops = streams[0].ops
@@ -233,7 +237,9 @@ class _Stream:
 
     def tail(self, acts: _Activations, joined: Tensor, recompute: bool, form: RowForm) -> tuple[Tensor, ...]:
         """Return the stream and its product that stays pending; nothing for the last text."""
-        weights, ops, fast = self.weights, self.ops, self.options.fast_sums
+        weights = self.weights
+        ops = self.ops
+        fast = self.options.fast_sums
         if weights.out is None or weights.up is None or weights.down is None:
             return ()
         gate, shift, scale = self.inputs[4].chunk(5, dim=1)[2:]
@@ -241,7 +247,9 @@ class _Stream:
         acts.attended = _plain_or_none(attended)
         acts.a = weights.out.forward(attended, False, fast)
         x2, h2 = ops.residual_norm(acts.x1, (acts.a, self.inputs[5], gate), scale, shift, self.rows, form)
-        acts.x2, acts.h2 = x2.detach(), _plain_or_none(h2)  # detached: a node that holds its own output is a cycle
+        # detached: a node that holds its own output is a cycle
+        acts.x2 = x2.detach()
+        acts.h2 = _plain_or_none(h2)
         acts.u = weights.up.forward(h2, True, fast)
         if recompute:  # GELU's backward pass recomputes g
             return ()
@@ -251,11 +259,16 @@ class _Stream:
 
     def tail_backward(self, acts: Any, grads: tuple[Tensor, ...]) -> _TailGrads:
         """Return the gradients of the second half; zeros for the last text."""
-        weights, ops, options = self.weights, self.ops, self.options
+        weights = self.weights
+        ops = self.ops
+        options = self.options
         if weights.out is None or weights.up is None or weights.down is None:
             return _TailGrads(None, torch.zeros_like(acts.x1), [], [])
-        form, fast, float32 = options.form(is_kept=True), options.fast_sums, options.float32_gradients
-        gx, df = grads[0], grads[1] if form == "plain" else ops.round_rows(grads[1])
+        form = options.form(is_kept=True)
+        fast = options.fast_sums
+        float32 = options.float32_gradients
+        gx = grads[0]
+        df = grads[1] if form == "plain" else ops.round_rows(grads[1])
         gate, shift, scale = self.inputs[4].chunk(5, dim=1)[2:]
         dg = weights.down.input_grad(df, fast)
         du, g, up_bias = ops.gelu_backward(dg, acts.u, acts.g is None, form)
@@ -263,7 +276,8 @@ class _Stream:
         down = weight_grad(df, acts.g if g is None else g, float32)
         acts.g = acts.u = g = None
         dh2 = weights.up.input_grad(du, fast)
-        pending, shift_or_none = (acts.a, self.inputs[5], gate), shift if acts.h2 is None else None
+        pending = (acts.a, self.inputs[5], gate)
+        shift_or_none = shift if acts.h2 is None else None
         dx, da, dscale, dshift, dgate, out_bias, h2 = ops.residual_norm_backward(
             dh2, gx, acts.x2, pending, scale, self.rows, shift_or_none, form
         )
@@ -278,7 +292,9 @@ class _Stream:
         self, acts: Any, tail: _TailGrads, grad_qkv: tuple[Tensor, ...], heads: int
     ) -> tuple[list[Any], list[Any]]:
         """Return (gradients of the stream's six inputs, gradients of its parameters)."""
-        ops, qkv, form = self.ops, self.weights.qkv, self.options.form(is_kept=True)
+        ops = self.ops
+        qkv = self.weights.qkv
+        form = self.options.form(is_kept=True)
         dqkv, bias, norms = ops.join_backward(grad_qkv, acts.qkv, self.weights.norms, heads, self.rows, form)
         dh1 = qkv.input_grad(dqkv, self.options.fast_sums)
         scale, shift = self.head_modulation
@@ -327,7 +343,8 @@ class Modulation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, linear: LinearCopy, options: BlockOptions, time: Tensor, *parameters: Tensor) -> Tensor:
         """``parameters``: the weights, then the biases, for autograd."""
-        ctx.linear, ctx.options = linear, options
+        ctx.linear = linear
+        ctx.options = options
         ctx.save_for_backward(time)
         return linear.forward(time, True, False)
 
@@ -337,7 +354,8 @@ class Modulation(torch.autograd.Function):
         """Return gradients in the order of the inputs."""
         (time,) = ctx.saved_tensors
         linear = ctx.linear
-        weight, bias = weight_grad(grad, time, ctx.options.float32_gradients), grad.float().sum(0)
+        weight = weight_grad(grad, time, ctx.options.float32_gradients)
+        bias = grad.float().sum(0)
         return None, None, linear.input_grad(grad, False), *linear.split(weight), *linear.split(bias)
 
 

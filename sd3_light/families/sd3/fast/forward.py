@@ -55,7 +55,9 @@ class FastDenoiser:
         sharded: bool = False,
     ) -> None:
         assert why_stock(transformer) is None, why_stock(transformer)
-        self.transformer, self.dtype, self.options = transformer, dtype, options or BlockOptions()
+        self.transformer = transformer
+        self.dtype = dtype
+        self.options = options or BlockOptions()
         self.heads = int(transformer.config.num_attention_heads)
         self.views = WeightViews(dtype) if sharded else None
         self.weights = self.views or WeightCopies(transformer, dtype, self.options.products == "fp8")
@@ -128,7 +130,8 @@ class FastDenoiser:
             plan = plans[len(streams[0][0]) // samples]
             if between is not None and between.acts_after(number):
                 rows = between.after(number, _with_pending(streams[0], plan.image).unflatten(0, (samples, -1)))
-                streams[0], plan = (rows.flatten(0, 1), None, None, None), plans[rows.shape[1]]
+                streams[0] = (rows.flatten(0, 1), None, None, None)
+                plan = plans[rows.shape[1]]
             if target_layer == number:
                 texts.append(_with_pending(streams[1], plan.text).detach())
             if target_layer is not None and number == len(blocks) - 1:

@@ -143,7 +143,8 @@ def residual_norm_backward(
 ) -> tuple[Tensor, Operand | None, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """See `reference.residual_norm_backward`."""
     assert dh.is_contiguous() and x.is_contiguous() and (gx is None or gx.is_contiguous())
-    width, sums = x.shape[1], 2 if pending is None else 4
+    width = x.shape[1]
+    sums = 2 if pending is None else 4
     y, bias, gate = pending if pending is not None else (x, x, x)
     dx = torch.empty_like(x)
     output = RowOutput(0 if pending is None else len(x), width, x, form)
@@ -207,7 +208,8 @@ def gelu_backward(
     tuning = TUNING["gelu_backward"]
     chunk = 2 * ROWS_PER_PROGRAM
     grid = (triton.cdiv(count, chunk), triton.cdiv(width, tuning["BLOCK"]))
-    du, g = torch.empty_like(u), torch.empty_like(u) if recompute else u
+    du = torch.empty_like(u)
+    g = torch.empty_like(u) if recompute else u
     partial = u.new_empty(grid[0], width, dtype=torch.float32)
     _gelu_backward[grid](dg, u, du, g, partial, count, F=width, CHUNK=chunk, AGAIN=recompute, **tuning)
     # rows are too wide to hold whole while summing: a second pass that rounds them takes half the time
@@ -226,7 +228,8 @@ def _join(qkv, wq, wk, place, query, key, value, EPS: tl.constexpr, H: tl.conste
     units = tl.arange(0, E)[None, :]
     at = heads * E + units
     mask = (heads < H) & (units < E)
-    source, target = qkv + row * 3 * H * E + at, to * H * E + at
+    source = qkv + row * 3 * H * E + at
+    target = to * H * E + at
     q = tl.load(source, mask=mask, other=0.0)
     k = tl.load(source + H * E, mask=mask, other=0.0)
     tl.store(value + target, tl.load(source + 2 * H * E, mask=mask, other=0.0), mask=mask)
@@ -334,7 +337,8 @@ def join_backward(
     """See `reference.join_backward`."""
     assert form != "fp8", "weight gradients read the plain rows"
     assert qkv.is_contiguous() and all(grad.is_contiguous() for grad in grads)
-    count, units = len(qkv), qkv.shape[1] // (3 * heads)
+    count = len(qkv)
+    units = qkv.shape[1] // (3 * heads)
     grid = (triton.cdiv(count, ROWS_PER_PROGRAM),)
     output = RowOutput(count, qkv.shape[1], qkv, form)
     partial = qkv.new_empty(*grid, qkv.shape[1], dtype=torch.float32)
@@ -370,8 +374,10 @@ def _gather(source, place, plain, eight, scales, count, D: tl.constexpr, BLOCK: 
 def gather_rows(joined: Tensor, rows: Rows, form: RowForm = "plain") -> Any:
     """See `reference.gather_rows`."""
     assert joined.is_contiguous()
-    width, tuning = joined[0].numel(), TUNING[_tuning_key("copy", form)]
-    output, block = RowOutput(rows.count, width, joined, form), triton.next_power_of_2(width)
+    width = joined[0].numel()
+    tuning = TUNING[_tuning_key("copy", form)]
+    output = RowOutput(rows.count, width, joined, form)
+    block = triton.next_power_of_2(width)
     _gather[(triton.cdiv(rows.count, tuning["R"]),)](
         joined, rows.joined_index, *output.pointers, rows.count, D=width, BLOCK=block, **output.flags, **tuning
     )
@@ -392,7 +398,8 @@ def scatter_rows(image: Tensor, text: Tensor, plan: RowPlan) -> Tensor:
     """See `reference.scatter_rows`."""
     assert image.is_contiguous() and text.is_contiguous()
     joined = image.new_empty(plan.capacity, *image.shape[1:])
-    width, tuning = image[0].numel(), TUNING["copy"]
+    width = image[0].numel()
+    tuning = TUNING["copy"]
     for source, rows in ((image, plan.image), (text, plan.text)):
         grid: Any = (triton.cdiv(rows.count, tuning["R"]),)
         block = triton.next_power_of_2(width)

@@ -40,7 +40,8 @@ class RowOutput:
         self._fp8: Fp8Rows | None = None
         self.pointers: tuple[Tensor, ...] = (like if self._plain is None else self._plain, like, like)
         if form != "plain":
-            values, scale = like.new_empty(count, width, dtype=E4M3), like.new_empty(count, 1, dtype=torch.float32)
+            values = like.new_empty(count, width, dtype=E4M3)
+            scale = like.new_empty(count, 1, dtype=torch.float32)
             self._fp8 = Fp8Rows(values, scale, self._plain)
             self.pointers = (self.pointers[0], values, scale)
 
@@ -89,7 +90,8 @@ def round_rows(rows: Tensor) -> Operand:
 def _round_into(rows: Tensor, target: Fp8Rows) -> None:
     """Round rows into ``target``."""
     assert rows.is_contiguous()
-    (count, width), block = rows.shape, triton.next_power_of_2(rows.shape[1])
+    count, width = rows.shape
+    block = triton.next_power_of_2(width)
     tile = max(1, TILE // block)  # rows that fit in the registers of a program
     _round_rows[(triton.cdiv(count, tile),)](
         rows, target.values, target.scale, count, D=width, BLOCK=block, R=tile, **TUNING["round_rows"]
@@ -115,7 +117,8 @@ def gelu(u: Tensor, form: RowForm) -> Any:
     """See `reference.gelu`."""
     assert u.is_contiguous()
     count, width = u.shape
-    output, block = RowOutput(count, width, u, form), triton.next_power_of_2(width)
+    output = RowOutput(count, width, u, form)
+    block = triton.next_power_of_2(width)
     _gelu[(count,)](u, *output.pointers, F=width, BLOCK=block, **output.flags, **TUNING["gelu_fp8"])
     return output.operand()
 
@@ -136,7 +139,8 @@ def _weight_columns(weight, peaks, eight, scales, count, stride, D: tl.constexpr
     """Write a tile of the weight, transposed and rounded."""
     rows = tl.program_id(0) * N + tl.arange(0, N)
     cols = tl.program_id(1) * K + tl.arange(0, K)
-    is_row, is_col = rows < count, cols < D
+    is_row = rows < count
+    is_col = cols < D
     at = rows.to(tl.int64)[:, None] * D + cols[None, :]
     values = tl.load(weight + at, mask=is_row[:, None] & is_col[None, :], other=0.0).to(tl.float32)
     scaled, scale = by_row(values, tl.load(peaks + cols, mask=is_col, other=0.0)[None, :])
@@ -149,12 +153,15 @@ def _weight_columns(weight, peaks, eight, scales, count, stride, D: tl.constexpr
 
 def round_weight(weights: list[Tensor], target: Fp8Weight) -> None:
     """See `reference.round_weight`."""
-    forward, backward = target.forward, target.backward
+    forward = target.forward
+    backward = target.backward
     outputs, width = forward.values.shape
     peaks = torch.zeros(width, device=forward.values.device)
     sizes = [len(weight) for weight in weights]
-    rows, scales = forward.values.split(sizes), forward.scale.split(sizes)
-    tuning, columns = TUNING["weight"], backward.values.split(sizes, dim=1)
+    rows = forward.values.split(sizes)
+    scales = forward.scale.split(sizes)
+    tuning = TUNING["weight"]
+    columns = backward.values.split(sizes, dim=1)
     tiles = [(triton.cdiv(size, tuning["N"]), triton.cdiv(width, tuning["K"])) for size in sizes]
     for weight, values, scale, grid in zip(weights, rows, scales, tiles, strict=True):
         _round_into(weight, Fp8Rows(values, scale))

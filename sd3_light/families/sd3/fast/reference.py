@@ -70,7 +70,8 @@ def residual_norm_backward(
     stream, ``x`` the stream after the pending update. ``form`` applies to the product's gradient. Without a pending
     update its gradients are None.
     """
-    dh, value = dh.float(), x.float()
+    dh = dh.float()
+    value = x.float()
     centred = value - value.mean(1, keepdim=True)
     rstd = torch.rsqrt(centred.square().mean(1, keepdim=True) + EPS)
     normed = centred * rstd
@@ -78,7 +79,8 @@ def residual_norm_backward(
     dx = rstd * (dnormed - dnormed.mean(1, keepdim=True) - normed * (dnormed * normed).mean(1, keepdim=True))
     if gx is not None:
         dx = dx + gx.float()
-    dscale, dshift = sum_by_sample(dh * normed, rows), sum_by_sample(dh, rows)
+    dscale = sum_by_sample(dh * normed, rows)
+    dshift = sum_by_sample(dh, rows)
     h = None if shift is None else _modulated(normed, scale, shift, rows).to(x.dtype)
     if pending is None:
         return dx.to(x.dtype), None, dscale, dshift, None, None, h
@@ -149,7 +151,8 @@ def join_backward(
         for number, weight in enumerate(norms):
             value = before[:, number].float()
             rstd = torch.rsqrt(value.square().mean(-1, keepdim=True) + EPS)
-            normed, dnormed = value * rstd, parts[number] * weight.float()
+            normed = value * rstd
+            dnormed = parts[number] * weight.float()
             weights.append((parts[number] * normed).sum((0, 1)))
             parts[number] = rstd * (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True))
     dqkv = torch.stack(parts, dim=1).flatten(1)

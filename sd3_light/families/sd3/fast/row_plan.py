@@ -109,7 +109,9 @@ def _padded_plan(samples: int, num_image: int, num_text: int, device: torch.devi
 
 def _plan(samples: int, num_image: int, num_text: int, lengths: Tensor | None, device: torch.device) -> RowPlan:
     counts = torch.full((samples,), num_text, dtype=torch.int64) if lengths is None else lengths
-    shortest, longest, num_rows = int(counts.min()), int(counts.max()), int(counts.sum())
+    shortest = int(counts.min())
+    longest = int(counts.max())
+    num_rows = int(counts.sum())
     assert len(counts) == samples and shortest > 0 and longest <= num_text, "text lengths"
     text = to_device(counts, device)
     image = torch.full_like(text, num_image)
@@ -118,7 +120,8 @@ def _plan(samples: int, num_image: int, num_text: int, lengths: Tensor | None, d
     if lengths is not None:
         first = torch.arange(samples, device=device) * num_text - _starts(text)[:-1]
         text_index = torch.arange(num_rows, device=device) + _repeat(first, text, num_rows)
-    total, length = samples * num_image + num_rows, longest if shortest == longest else None
+    total = samples * num_image + num_rows
+    length = longest if shortest == longest else None
     is_rounded = lengths is not None and device.type == "cuda"
     return RowPlan(
         _rows(image, joined[:-1], samples * num_image, num_image, num_image),

@@ -36,7 +36,9 @@ FP8_LIMIT = 0.13
 """The same for fp8 rows: a number halfway between two e4m3 numbers may round to either."""
 ATTENTION_LIMIT = 0.1
 """The same for attention, whose reference has float32 probabilities."""
-_SAMPLES, _IMAGE, _TEXT = 4, 48, 80
+_SAMPLES = 4
+_IMAGE = 48
+_TEXT = 80
 _LENGTHS = (5, 80, 33, 1)
 
 
@@ -76,7 +78,8 @@ def check_kernels(shape: KernelShape, device: torch.device, kernels: ModuleType)
 
     for name, run, limit in cases(shape, device):
         try:
-            actual, expected = run(kernels), run(reference)
+            actual = run(kernels)
+            expected = run(reference)
             distance = _distance(actual, expected)
         except torch.OutOfMemoryError:  # of a GPU that others fill: says nothing about the kernel
             raise
@@ -198,7 +201,9 @@ class _Inputs:
     """Draws inputs of the shape; each draw differs."""
 
     def __init__(self, shape: KernelShape, device: torch.device) -> None:
-        self.shape, self.device, self.dtype = shape, device, getattr(torch, shape.dtype)
+        self.shape = shape
+        self.device = device
+        self.dtype = getattr(torch, shape.dtype)
         self._generator = torch.Generator().manual_seed(0)
 
     def __call__(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -207,7 +212,8 @@ class _Inputs:
 
 def _joint_cases(inputs: _Inputs, plan: RowPlan, limit: float) -> Iterator[Case]:
     """Yield the cases of both streams together."""
-    shape, count = inputs.shape, plan.image.count + plan.text.count
+    shape = inputs.shape
+    count = plan.image.count + plan.text.count
     streams = tuple(inputs(rows.count, 3 * shape.width) for rows in (plan.image, plan.text))
     norms = tuple((inputs(shape.head_dim), inputs(shape.head_dim)) for _ in streams)
     for pairs in (norms, (None, None)):
@@ -239,15 +245,19 @@ def _attention(leaves: list[Tensor], plan: RowPlan, count: int, ops: Any) -> lis
 
 def _row_cases(inputs: _Inputs, plan: RowPlan, rows: Rows) -> Iterator[Case]:
     """Yield the cases of one stream: in the compute dtype, or those that round to fp8."""
-    shape, count, width = inputs.shape, rows.count, inputs.shape.width
+    shape = inputs.shape
+    count = rows.count
+    width = inputs.shape.width
     limit = FP8_LIMIT if shape.fp8 else LIMITS[shape.dtype]
     kept: RowForm = "both" if shape.fp8 else "plain"
     used: RowForm = "fp8" if shape.fp8 else "plain"
     shift, scale, gate = inputs(plan.samples, 5 * width).chunk(5, dim=1)[:3]
     x, y, dh = (inputs(count, width) for _ in range(3))
     pending = (y, inputs(width, dtype=torch.float32), gate)
-    u, dg = inputs(count, 4 * width), inputs(count, 4 * width)
-    qkv, norms = inputs(count, 3 * width), (inputs(shape.head_dim), inputs(shape.head_dim))
+    u = inputs(count, 4 * width)
+    dg = inputs(count, 4 * width)
+    qkv = inputs(count, 3 * width)
+    norms = (inputs(shape.head_dim), inputs(shape.head_dim))
     grads = tuple(inputs(plan.capacity, shape.heads, shape.head_dim) for _ in range(3))
     arguments: list[tuple[str, tuple[Any, ...]]] = [
         ("residual_norm", (x, pending, scale, shift, rows, kept)),
@@ -269,7 +279,8 @@ def _row_cases(inputs: _Inputs, plan: RowPlan, rows: Rows) -> Iterator[Case]:
 
 def _weight_cases(inputs: _Inputs) -> Iterator[Case]:
     """Yield the cases of fp8 weights: their rounding, and the product with rounded rows."""
-    outputs, width = 48, 4 * inputs.shape.width
+    outputs = 48
+    width = 4 * inputs.shape.width
     weights = [inputs(outputs, width, dtype=torch.float32) for _ in range(3)]
 
     def rounded(ops: Any) -> Fp8Weight:
@@ -281,7 +292,8 @@ def _weight_cases(inputs: _Inputs) -> Iterator[Case]:
         return weight
 
     yield "round_weight", lambda ops: [rounded(ops).forward, rounded(ops).backward], FP8_LIMIT
-    left, right = reference.round_rows(inputs(outputs, width)), rounded(reference).forward
+    left = reference.round_rows(inputs(outputs, width))
+    right = rounded(reference).forward
     assert isinstance(left, Fp8Rows)
 
     def product(ops: Any) -> Tensor:

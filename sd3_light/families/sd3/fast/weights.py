@@ -78,7 +78,8 @@ class LinearView(LinearCopy):
 
 def weight_grad(grad: Operand, rows: Operand, float32: bool) -> Tensor:
     """Return grad^T rows, the gradient of a weight; never in fp8. ``float32``: do not round to the compute dtype."""
-    grad, rows = plain_rows(grad), plain_rows(rows)
+    grad = plain_rows(grad)
+    rows = plain_rows(rows)
     if float32 and grad.is_cuda and grad.dtype != torch.float32:
         return torch.mm(grad.t(), rows, out_dtype=torch.float32)
     return torch.mm(grad.t(), rows)
@@ -112,7 +113,8 @@ class WeightCopies:
     def __init__(self, transformer: SD3Transformer2DModel, dtype: torch.dtype, fp8: bool = False) -> None:
         self._copies: list[Tensor] = []
         self._sources: list[Tensor] = []
-        self._dtype, self._fp8 = dtype, fp8
+        self._dtype = dtype
+        self._fp8 = fp8
         self._rounded: list[LinearCopy] = []
         blocks: Any = transformer.transformer_blocks
         norms = [norm.linear for block in blocks for norm in (block.norm1, block.norm1_context)]
@@ -129,7 +131,8 @@ class WeightCopies:
                 operations(weights[0].device).round_weight(weights, linear.fp8)
 
     def _stacked(self, modules: Sequence[nn.Linear], in_block: bool = True) -> LinearCopy:
-        first, sizes = modules[0].weight, [module.out_features for module in modules]
+        first = modules[0].weight
+        sizes = [module.out_features for module in modules]
         bias = torch.empty(sum(sizes), dtype=self._dtype, device=first.device)
         self._copies += bias.split(sizes)
         self._sources += [module.bias for module in modules]
