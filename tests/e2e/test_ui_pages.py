@@ -22,6 +22,9 @@ pytest.importorskip("starlette", reason="needs starlette and uvicorn, the extra 
 pytest.importorskip("uvicorn", reason="needs starlette and uvicorn, the extra ui")
 
 
+READ_ONLY_PAGES = ["Runs", "Queue", "Evaluations", "Data"]
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
@@ -66,6 +69,20 @@ def test_pages_request_only_their_server_fit_and_are_readable(browser: Browser, 
         if path != "/runs/none":
             assert browser.events_of("Log.entryAdded") == []
         assert_readable_in_both_schemes(browser, server + path)
+
+
+def test_a_team_reads_runs_and_can_change_nothing(browser: Browser, runs: Path, tmp_path: Path) -> None:
+    run = folder_id(runs / "first")
+    with served(runs, state=tmp_path, is_read_only=True) as address:
+        for path in ("/", "/queue", "/evaluations", "/data", f"/runs/{run}"):
+            browser.open_address(address + path)
+            assert browser.evaluate("document.querySelectorAll('form[method=post]').length") == 0, path
+            assert browser.evaluate("[...document.querySelectorAll('nav.site a')].map(a => a.text)") == READ_ONLY_PAGES
+            assert browser.events_of("Runtime.exceptionThrown") == []
+            assert browser.events_of("Log.entryAdded") == []
+        assert browser.evaluate("document.querySelectorAll('.chart svg').length") > 0
+        post = f"const request = new XMLHttpRequest(); request.open('POST', '/runs/{run}/stop', false); request.send();"
+        assert browser.evaluate(f"(() => {{ {post} return request.status; }})()") in (404, 405)
 
 
 def test_a_run_updates_itself_and_keeps_what_the_reader_set(browser: Browser, server: str, runs: Path) -> None:

@@ -10,7 +10,11 @@ from tests.waiting import HANG_SECONDS, wait_until
 
 @contextmanager
 def served(
-    folder: Path, models: Sequence[Path] = (), state: Path | None = None, token: str | None = None
+    folder: Path,
+    models: Sequence[Path] = (),
+    state: Path | None = None,
+    token: str | None = None,
+    is_read_only: bool = False,
 ) -> Iterator[str]:
     """Serve a folder, with the queue in a state folder, to those with the token; yields the address."""
     import uvicorn
@@ -19,6 +23,7 @@ def served(
     from sd3_light.ui.server import Site, make_app
 
     site = Site.of_folders([folder], models, folder / "playground", Launch)
+    site.is_read_only = is_read_only
     if state is not None:
         site.queue.state = state
     server = uvicorn.Server(
