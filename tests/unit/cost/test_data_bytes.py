@@ -77,7 +77,7 @@ def content(
 
 def prepared(text: TextShape = TEXT, real: bool = False) -> Sequence[Column]:
     """The columns of a prepared batch."""
-    model: Any = SimpleNamespace(text_tokens="real" if real else "padded")
+    model: Any = SimpleNamespace(text_tokens="real" if real else "padded", references=0)
     return family_named("sd3").prepared_columns(model, content(1, text=text).columns)
 
 
