@@ -44,8 +44,8 @@ class Lora:
         name, colon, number = text.rpartition(":")
         if colon and not file.exists():
             with suppress(ValueError):  # a file name with a colon
-                file = Path(name)
                 strength = float(number)
+                file = Path(name)
         if file.is_dir():
             folder = max((file / "exports").glob("step-*"), default=file)
             found = adapter_file(folder)

@@ -74,7 +74,7 @@ def make_config(folder: Path, **keys: Any) -> TrainConfig:
     return TrainConfig.model_validate(table, context={"base": folder})
 
 
-PREPARED = partial(family_named("sd3").prepared_columns, SimpleNamespace(text_tokens="real"))
+PREPARED = partial(family_named("sd3").prepared_columns, SimpleNamespace(text_tokens="real", references=0))
 
 
 def prepared_batch(tokens: int) -> int:
