@@ -197,7 +197,8 @@ def test_from_20_images_to_a_lora_without_a_terminal(browser: Browser, server: s
     wait_for(browser, "document.querySelector('main section:nth-of-type(3)')?.innerText.includes('done')")
     click_text(browser, "Projects")
     wait_for(browser, "document.querySelector('h1')?.textContent === 'Projects'")
-    click_text(browser, "lora.toml")
+    link = f"h3 a[href$='{folder_id(project / 'lora.toml')}']"
+    click_at(browser, f'document.querySelector("{link}")')
     wait_for(browser, "document.querySelector('#faults')?.innerText === 'None.'")
     set_field(browser, "max_steps", "6")
     click_text(browser, "Save")

@@ -103,7 +103,9 @@ def test_no_image_changes_sides_when_others_are_added(
         sides = divide(rows, record)
         assert before.items() <= sides.items()
         # more only if every group is larger than that
-        assert len(held(sides)) <= max(largest_split(len(rows)), len(held(before)), 0 if held(before) else len(rows) // 2)
+        assert len(held(sides)) <= max(
+            largest_split(len(rows)), len(held(before)), 0 if held(before) else len(rows) // 2
+        )
         assert divide(rows, record) == sides, "a second run decides the same"
         before = sides
 
