@@ -19,6 +19,7 @@ Runs that are in the output file are not repeated. `--tiny` has sizes for a CPU.
 import argparse
 import gc
 import json
+import os
 import shutil
 import statistics
 from pathlib import Path
@@ -75,7 +76,7 @@ def load_run(args: argparse.Namespace, keys: list[str]) -> LoadedConfig:
     if not args.source.is_dir():
         return load_config(args.source, keys)
     base = Path(__file__).parent / "world.toml"
-    shaped = args.source / "weight_storage.toml"
+    shaped = args.source / f"weight_storage-{os.getpid()}.toml"  # several processes may train on the same folder
     text = base.read_text(encoding="utf-8").replace('size = "demo"\n', "").replace("position_step = 1.0\n", "")
     shaped.write_text(text, encoding="utf-8")
     return load(args.source, keys, shaped)

@@ -337,13 +337,13 @@ def _wanted_records(fingerprints: NDArray[np.bytes_], wanted: SortedArray, numbe
 
 def _count_found(wanted: SortedArray, cells: SortedArray) -> int:
     """Return how many of the wanted fingerprints have a record."""
-    found = 0
+    matches = 0
     known = cells.values
     for start in range(0, len(wanted.values) if len(known) else 0, _CHUNK):
         records = wanted.values[start : start + _CHUNK].astype(_RECORD)
         index = np.searchsorted(known, records).clip(max=len(known) - 1)
-        found += int((known[index].astype(f"S{_FINGERPRINT}") == records.astype(f"S{_FINGERPRINT}")).sum())
-    return found
+        matches += int((known[index].astype(f"S{_FINGERPRINT}") == records.astype(f"S{_FINGERPRINT}")).sum())
+    return matches
 
 
 def _save(

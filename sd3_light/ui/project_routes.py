@@ -40,11 +40,11 @@ class _ProjectRoutes:
         self.folders = folders
         self.queue = queue
         self.playground = playground
-        self.found = Projects(folders)
+        self.configs = Projects(folders)
         self.planner = Planner(folders, playground.prepare)
 
     def projects(self, request: Request) -> Response:
-        return page_reply(request, projects_page(self.folders, self.found, self.playground))
+        return page_reply(request, projects_page(self.folders, self.configs, self.playground))
 
     @given(form_of)
     def plan(self, request: Request, form: dict[str, str]) -> Response:
@@ -56,11 +56,11 @@ class _ProjectRoutes:
 
     def create(self, request: Request) -> Response:
         config = self.planner.create(integer(request.path_params["number"]) or 0)
-        self.found.forget()
+        self.configs.forget()
         return RedirectResponse(f"/projects/{folder_id(config)}", 303)
 
     def editor(self, request: Request) -> Response:
-        return page_reply(request, editor_page(self.folders, self.found, self.queue, request.path_params["config"]))
+        return page_reply(request, editor_page(self.folders, self.configs, self.queue, request.path_params["config"]))
 
     @given(object_of)
     def review(self, request: Request, values: dict[str, Any]) -> Response:
@@ -73,20 +73,20 @@ class _ProjectRoutes:
 
     @given(object_of)
     def save(self, request: Request, values: dict[str, Any]) -> Response:
-        path, _ = self.found.config(request.path_params["config"])
-        version = self.found.files.save_config(path, _text(values), text_in(values, "version"))
-        self.found.forget()
+        path, _ = self.configs.config(request.path_params["config"])
+        version = self.configs.files.save_config(path, _text(values), text_in(values, "version"))
+        self.configs.forget()
         return json_reply({"version": version})
 
     def resume(self, request: Request) -> Response:
-        path, _ = self.found.config(request.path_params["config"])
+        path, _ = self.configs.config(request.path_params["config"])
         self.playground.prepare()
         return json_reply(review_resume(path))
 
     def _review(self, config_id: str, text: str) -> Response:
-        if self.found.config(config_id)[1] == "train":
+        if self.configs.config(config_id)[1] == "train":
             self.playground.prepare()
-        return json_reply({"text": text, **review_text(self.found, config_id, text)})
+        return json_reply({"text": text, **review_text(self.configs, config_id, text)})
 
 
 def _text(values: dict[str, Any]) -> str:
