@@ -56,7 +56,7 @@ format: $(VENV)/.dev-installed ## format the code
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/.run-installed ## regenerate docs/config.md from the config schema
+docs: $(VENV)/.run-installed ## regenerate docs/reference/config.md from the config schema
 	$(BIN)/python -m sd3_light.config.docs
 
 install: ## recreate the environment: make install [PYTHON=...] [TORCH=...] [TORCH_BACKEND=...] [EXTRAS=...]

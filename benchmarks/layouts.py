@@ -1,7 +1,7 @@
-"""The tables of docs/multi-node.md from the formulas of `check`: largest micro-batches, and bytes sent per step.
+"""The tables of docs/reference/multi-node.md from the formulas of `check`: micro-batches, and bytes sent per step.
 
-    python benchmarks/layouts.py             # print it
-    python benchmarks/layouts.py --write     # write it into both pages
+    python benchmarks/layouts.py             # print them
+    python benchmarks/layouts.py --write     # write them into the page
 
 For eight GPUs, bf16, activation checkpointing and one EMA track: the largest micro-batch (a power of two, at most 256)
 whose estimated memory fits, on the pipeline stage that needs most. What is sent is that of 8, 64 and 1,024 GPUs, and
@@ -45,15 +45,8 @@ MODELS = (
     (LARGE, 1024),
 )
 LAYOUTS = ("DDP", "FSDP2", "ZeRO-1", "ZeRO-2", "ZeRO-3", "2 stages, ZeRO-1", "4 stages, ZeRO-1")
-HEADS = {
-    "en": ("model", *LAYOUTS, "choose"),
-    "zh": ("模型", *LAYOUTS[:-2], "2 个阶段，ZeRO-1", "4 个阶段，ZeRO-1", "选择"),
-}
 SCALES = (8, 64, 1024)
-TRAFFIC_HEADS = {
-    "en": ("model, pixels, micro-batch", "layout", "a step on an H200", *(f"{gpus:,} GPUs" for gpus in SCALES)),
-    "zh": ("模型、像素、微批量", "布局", "H200 上一步", *(f"{gpus:,} 个 GPU" for gpus in SCALES)),
-}
+TRAFFIC_HEAD = ("model, pixels, micro-batch", "layout", "a step on an H200", *(f"{gpus:,} GPUs" for gpus in SCALES))
 _NAMES = {"output_dir": "run", "dataset": "data.toml", "max_steps": 1, "model": {"diffusers_path": "model"}}
 
 
@@ -111,17 +104,15 @@ def rows() -> list[str]:
     return lines
 
 
-def table(language: str = "en") -> list[str]:
-    """Return the whole table in Markdown; its rows are the same in both languages."""
-    model, *layouts, choose = HEADS[language]
-    head = [f"| {model} | GPU | {' | '.join(layouts)} | {choose} |", f"|---|---|{'---:|' * len(layouts)}---|"]
+def table() -> list[str]:
+    """Return the table of micro-batches in Markdown."""
+    head = [f"| model | GPU | {' | '.join(LAYOUTS)} | choose |", f"|---|---|{'---:|' * len(LAYOUTS)}---|"]
     return [*head, *rows()]
 
 
-def traffic_table(language: str = "en") -> list[str]:
-    """Return what a GPU sends per step, and the Gbit/s that this needs; its rows are the same in both languages."""
-    head = " | ".join(TRAFFIC_HEADS[language])
-    return [f"| {head} |", "|---|---|---:|---:|---:|---:|", *traffic_rows()]
+def traffic_table() -> list[str]:
+    """Return what a GPU sends per step, and the Gbit/s that this needs."""
+    return [f"| {' | '.join(TRAFFIC_HEAD)} |", "|---|---|---:|---:|---:|---:|", *traffic_rows()]
 
 
 @cache
@@ -161,10 +152,10 @@ def weight_shapes(size: ModelSize) -> list[tuple[int, ...]]:
     return [tuple(weight.shape) for weight in denoiser.parameters()]
 
 
-def write(page: Path, language: str = "en") -> None:
+def write(page: Path) -> None:
     """Replace the tables of a page."""
     lines = page.read_text(encoding="utf-8").splitlines()
-    for new in (table(language), traffic_table(language)):
+    for new in (table(), traffic_table()):
         first = lines.index(new[0])
         last = next(index for index in range(first, len(lines)) if not lines[index].startswith("|"))
         lines[first:last] = new
@@ -173,7 +164,6 @@ def write(page: Path, language: str = "en") -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--write"]:
-        write(Path(__file__).parents[1] / "docs" / "multi-node.md")
-        write(Path(__file__).parents[1] / "docs" / "zh" / "multi-node.md", "zh")
+        write(Path(__file__).parents[1] / "docs" / "reference" / "multi-node.md")
     else:
         print("\n".join([*table(), "", *traffic_table()]))

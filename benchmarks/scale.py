@@ -1,7 +1,7 @@
 """Simulates a billion samples and 1,024 ranks: what each process stores, computes, opens and reads, and the limits.
 
 Nothing is trained and no shard is written: order, prefetch, manifest and checkpoint index run on shards that exist only
-as numbers. `docs/scaling.md` explains the results.
+as numbers. `docs/evidence/scaling.md` explains the results.
 """
 
 import argparse

@@ -13,7 +13,7 @@ ones), a model folder with only configs and a train TOML, then runs the training
 checkpoint at the end (or every `--checkpoint-every` steps; none with `--no-save`). The results come from the run's
 log.jsonl; the first `--warm` steps (compiling, hashing shards, allocating memory) are excluded.
 
-A regime sets the options of one row of the table in docs/LOG.md; options on the command line override it.
+A regime sets the options of one row of the table in docs/evidence/LOG.md; options on the command line override it.
 After `--steps` the run repeats its last step `--alone` times on the same inputs: no loader, no copies, no noise.
 `stage of step` in the results is the stage's speed relative to that. `host_seconds` says what the main process does
 in a step.

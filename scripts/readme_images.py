@@ -1,5 +1,5 @@
-"""Makes the images of the README and of docs/ui.md, `docs/images/*.png`, from a demo folder: a grid of samples, and
-pages in Chromium.
+"""Makes the images of the README and of docs/reference/ui.md, `docs/images/*.png`, from a demo folder: a
+grid of samples, and pages in Chromium.
 
     sd3-light demo --out demo_run
     python scripts/readme_images.py demo_run

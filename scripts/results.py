@@ -1,4 +1,4 @@
-"""Makes everything that docs/results.md reports, with the page's own commands, start to end, and times each of them.
+"""Makes everything that docs/evidence/results.md reports, with the page's commands, start to end, and times each.
 
     python scripts/results.py OUT [--set icons|clipart] [--seeds 1 2 3] [--minutes 28] [--packages FOLDER]
                               [--vae-minutes 12] [--text-minutes 3] [--judge-minutes 3] [--train KEY=VALUE ...] [--toy]

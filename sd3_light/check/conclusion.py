@@ -119,7 +119,7 @@ def _gpu_memory(estimate: RunEstimate, gpu: Gpu | None) -> str:
         return f"fits: {format_bytes(needed)} of the {format_bytes(gpu.total_bytes)} of {gpu.name}, estimated"
     setup = estimate.setup
     can_release = setup.adapter is None and setup.world == 1 and not setup.release
-    release = " and gradient_release = true (docs/training.md, section 5)" if can_release else ""
+    release = " and gradient_release = true (docs/reference/training.md, section 5)" if can_release else ""
     last = "write swap_blocks = 'all'" if setup.adapter is not None else "shard with parallel = 'fsdp2'"
     if setup.adapter is None and setup.world == 1 and not setup.swapped:
         last = f"write swap_blocks = 'all'{' beside it' if can_release else ''}, or {last} on several GPUs"

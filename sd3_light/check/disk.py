@@ -264,7 +264,7 @@ class _DiskChecks:
         existing = adapter.init_from_existing
         if existing is not None and not existing.exists():
             self.add("adapter.init_from_existing", "no such file or folder", existing)
-        with self.model_errors_of("adapter.target_modules", hint="see docs/finetune.md for names and patterns"):
+        with self.model_errors_of("adapter.target_modules", hint="see docs/start/finetune.md for names and patterns"):
             family.cost(start, self.model).adapter_parameters(adapter)
 
     def training_adapter(self, family: Family, start: WeightsStart) -> None:

@@ -15,7 +15,7 @@ def families(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the model families and what works for each of them. All of them are resumed exactly and run on every
-    engine (docs/families.md)."""
+    engine (docs/reference/families.md)."""
     from sd3_light.core import overview
 
     facts = overview.families()

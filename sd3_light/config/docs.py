@@ -1,4 +1,4 @@
-"""Generates docs/config.md from the schemas: `python -m sd3_light.config.docs`."""
+"""Generates docs/reference/config.md from the schemas: `python -m sd3_light.config.docs`."""
 
 import re
 import sys
@@ -18,7 +18,7 @@ from sd3_light.config.sizes import SIZES
 from sd3_light.config.unsupported import FAMILIES, FAMILY_PROBLEM, UNSUPPORTED_KEYS
 from sd3_light.config.validation import LIST_TABLES, format_value
 
-PAGE = Path("docs") / "config.md"
+PAGE = Path("docs") / "reference" / "config.md"
 _HEAD = """# Configuration
 
 Generated from the schemas by `python -m sd3_light.config.docs`; edit the schemas, not this page.
@@ -49,7 +49,7 @@ size. `step` is the position step in radians. `sample_size` is the default laten
 
 
 def render_config_page() -> str:
-    """Return the text of docs/config.md."""
+    """Return the text of docs/reference/config.md."""
     parts = [_HEAD, "## The train TOML\n"]
     for name, table in walk_tables(TrainConfig):
         if table is not EvalDataset:  # described in the row of `eval_datasets`
@@ -132,7 +132,7 @@ def _unsupported_rows() -> Iterator[str]:
 
 
 def main() -> None:
-    """Write docs/config.md in the current checkout."""
+    """Write docs/reference/config.md in the current checkout."""
     if not PAGE.parent.is_dir():
         sys.exit(f"{PAGE.parent}: no such folder; run this command from the root of the checkout")
     PAGE.write_text(render_config_page(), encoding="utf-8")

@@ -43,7 +43,7 @@ OptimizerName = Annotated[
     str, Strict(), _OPTIMIZER_NAMES, BeforeValidator(_in_lower_case), AfterValidator(_OPTIMIZER_NAMES)
 ]
 DEFAULT_GUIDANCE = 4.0
-"""Guidance wherever images are drawn, unless the user or a family chooses another (docs/sampling.md)."""
+"""Guidance wherever images are drawn, unless the user or a family chooses another (docs/reference/sampling.md)."""
 PositionStep = Annotated[float, Strict(), Gt(0), Le(MAX_POSITION_STEP)]
 LORA_TARGETS = tuple(f"attn.{name}" for name in (*IMAGE_ATTENTION, *TEXT_ATTENTION))
 _SD3 = ("sd3",)
@@ -89,7 +89,8 @@ class ModelConfig(Table):
     stores, for [objective.alignment]. Another one encodes nothing else again. Absent: none are stored."""
     training_adapter: TomlPath | None = None
     """LoRA file that is added to the denoiser in training and validation, and not in samples, metrics and exports. With
-    one that undoes a distillation, a model of few steps is fine-tuned and keeps its few steps (docs/distill.md)."""
+    one that undoes a distillation, a model of few steps is fine-tuned and keeps its few steps
+    (docs/reference/distill.md)."""
     num_layers: Annotated[Annotated[int, Strict(), Ge(1), Le(1000)] | None, _RANDOM] = None
     """Number of joint blocks; overrides the size."""
     qk_norm: Annotated[Flag | None, _RANDOM] = None

@@ -231,9 +231,11 @@ UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
 
 
 FAMILY_PROBLEM = "a config does not train this family"
-_IMAGE_SCRIPT = "write a script for it (docs/tasks.md, section 8), starting from examples/own_family.py"
-_VIDEO_SCRIPT = "write a script for it (docs/tasks.md, sections 7 and 8), starting from examples/own_family.py"
-_OTHER_LOSS = "write a script with a custom forward (docs/tasks.md, section 2): its loss is not flow matching"
+_IMAGE_SCRIPT = "write a script for it (docs/reference/tasks.md, section 8), starting from examples/own_family.py"
+_VIDEO_SCRIPT = (
+    "write a script for it (docs/reference/tasks.md, sections 7 and 8), starting from examples/own_family.py"
+)
+_OTHER_LOSS = "write a script with a custom forward (docs/reference/tasks.md, section 2): its loss is not flow matching"
 FAMILIES: dict[str, str] = {
     "anima": _IMAGE_SCRIPT,
     "auraflow": _IMAGE_SCRIPT,

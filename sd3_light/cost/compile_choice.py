@@ -6,7 +6,7 @@ from sd3_light.core.cost import Cost, Layout
 ENOUGH_PASSES = 400
 """Micro-batches from which compiling pays: it takes about as long as it saves in that many."""
 WARM_PASSES = 100
-"""The same if an earlier run left the code: tracing and loading took 10 of 50 s (docs/LOG.md)."""
+"""The same if an earlier run left the code: tracing and loading took 10 of 50 s (docs/evidence/LOG.md)."""
 MAX_SHAPES = 8
 """Shapes of micro-batches that blocks are compiled for one by one; code for any shape serves where there are more."""
 

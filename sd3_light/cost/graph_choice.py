@@ -5,13 +5,13 @@ from sd3_light.core.cost import Cost, Layout
 
 LAUNCH_BOUND_FLOPS = 1e12
 """FLOPs per block and micro-batch up to which a step is bound by launches: an H200 needs 2 to 3 ms for them, and the
-host 8 ms to queue the kernels of a block (docs/LOG.md). Larger steps gain little, and graphs need memory."""
+host 8 ms to queue the kernels of a block (docs/evidence/LOG.md). Larger steps gain little, and graphs need memory."""
 STOCK_FLOPS = 3e12
 """The same of stock blocks, compiled or not, which have more kernels: the host queues a compiled one of an adapter in
-5.7 ms and one of all weights in 6.7 ms, and an H200 computes 1.2e12 in 2.5 and 5.1 ms (docs/LOG.md)."""
+5.7 ms and one of all weights in 6.7 ms, and an H200 computes 1.2e12 in 2.5 and 5.1 ms (docs/evidence/LOG.md)."""
 RECOMPUTED_FLOPS = 6e12
 """The same if blocks are computed again in the backward pass: the host queues one in 17 ms, and an H200 computes 5.6e12
-in 15.7 ms (docs/LOG.md)."""
+in 15.7 ms (docs/evidence/LOG.md)."""
 REAL_TEXT_FLOPS = 5e12
 """The same with real text: these are the FLOPs of the longest captions, a multiple of those of a usual batch."""
 MAX_GRAPHS = 16

@@ -1,7 +1,7 @@
 """The duration of training steps, from speeds that were measured on a kind of GPU. Pure.
 
-Each row is from docs/LOG.md: the share of the dense bf16 peak that training of `sd3_light` reaches, by kind of blocks,
-and the time per block below which no micro-batch gets, because the host cannot launch its kernels faster.
+Each row is from docs/evidence/LOG.md: the share of the dense bf16 peak that training of `sd3_light` reaches, by kind
+of blocks, and the time per block below which no micro-batch gets, because the host cannot launch its kernels faster.
 """
 
 import re

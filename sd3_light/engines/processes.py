@@ -105,7 +105,7 @@ def start_process_group(
             f"rank {launch.rank} of {launch.world} on {socket.gethostname()} could not connect to the other ranks at "
             f"{address} within dist_timeout_sec = {timeout_sec:g} ({_summary(error)}); start every machine with the "
             "address and a free port of the first one, check that it is reachable, and on machines with several "
-            "networks set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (docs/multi-node.md)"
+            "networks set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (docs/reference/multi-node.md)"
         ) from error
 
 

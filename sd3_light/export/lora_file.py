@@ -1,6 +1,6 @@
 """LoRA files: one layout for diffusers and ComfyUI, kohya's layout, and a reader for all common layouts.
 
-In every file written here the update is ``up @ down``: the scale is multiplied into ``up``. docs/lora-format.md
+In every file written here the update is ``up @ down``: the scale is multiplied into ``up``. docs/formats/lora-format.md
 explains why, and which layout to use when.
 """
 

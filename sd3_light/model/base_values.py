@@ -118,7 +118,7 @@ def unlearnt_steps(config: TrainConfig) -> str | None:
         return None
     return (
         f"the model is made for {steps} steps, which training towards images unlearns; write model.training_adapter "
-        "(docs/distill.md)"
+        "(docs/reference/distill.md)"
     )
 
 

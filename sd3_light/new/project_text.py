@@ -22,7 +22,7 @@ _HEAD = """# Trains {description}.
 #   sd3-light check {name}.toml     memory, time, disk
 #   sd3-light train {name}.toml     encode the images once, then train
 #
-# Every key is documented in docs/config.md.
+# Every key is documented in docs/reference/config.md.
 """
 _SD3 = "SD3 or SD3.5"
 _COMMENTS = {
@@ -91,7 +91,8 @@ def data_toml(kind: Kind, values: TextValues) -> str:
     """Return the text of the dataset TOML."""
     text = (FOLDER / f"{kind.recipe}_data.toml").read_text(encoding="utf-8")
     head = (
-        f"# The images of {values.name}.toml, at {values.resolution} px. Sources, filters and captions: docs/guide.md.",
+        f"# The images of {values.name}.toml, at {values.resolution} px.",
+        "# Sources, filters and captions: docs/start/guide.md.",
         "# `sd3-light inspect` shows the dataset once it is cached.",
     )
     first, _, _ = _without_head(text).partition("[[directory]]")

@@ -36,5 +36,5 @@ def plan_lines(project: NewProject) -> Iterator[str]:
         keys += [f"swap_blocks = {plan.swap_blocks} ({format_bytes(plan.host)} of host memory)"] if plan.host else []
         yield f"fits: {memory}, with micro-batches of {plan.micro_batch} and {', '.join(keys)}"
     else:
-        remedy = "give a smaller --resolution or --model, or use several GPUs (docs/multi-node.md)"
+        remedy = "give a smaller --resolution or --model, or use several GPUs (docs/reference/multi-node.md)"
         yield f"does not fit: {memory}; {remedy}"

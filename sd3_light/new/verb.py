@@ -283,10 +283,11 @@ def _notes(project: _Fitted) -> Iterator[str]:
     data = project.estimate.data
     plan = project.values.plan
     if kind.draws:
-        yield f"prompts: {len(project.values.drawn):,} captions; edit reward.score, and the prompts (docs/rewards.md)"
+        drawn = f"{len(project.values.drawn):,} captions"
+        yield f"prompts: {drawn}; edit reward.score, and the prompts (docs/reference/rewards.md)"
     elif kind.continues:
         title = project.family.title
-        yield f"prior preservation: available for {title}; add a [[directory]] of class images (docs/finetune.md)"
+        yield f"prior preservation: available for {title}; add a [[directory]] of class images (docs/start/finetune.md)"
         yield f"text encoders: not trained for {title}, because the cache holds their outputs"
     if plan.samples_per_step > kind.batch:
         yield (

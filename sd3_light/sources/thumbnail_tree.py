@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 TOLERANCE = 12
-"""Largest difference of a colour (0 to 255) in the thumbnails of similar images; measured, see docs/LOG.md."""
+"""Largest difference of a colour (0 to 255) in the thumbnails of similar images; measured, see docs/evidence/LOG.md."""
 
 LEAF_ROWS = 256
 """Thumbnails of a leaf that is divided; of one that no limit divides well, twice as many each time."""

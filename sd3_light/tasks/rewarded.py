@@ -25,7 +25,7 @@ def launch_reward_task(
     set_main_process(launch.is_main)
     loaded = check.load(Path(config), list(overrides))
     if loaded.train.reward is None:
-        raise UserError(f"{config} has no [reward]; add one with its prompts, see docs/rewards.md")
+        raise UserError(f"{config} has no [reward]; add one with its prompts, see docs/reference/rewards.md")
     if not callable(reward):
         raise UserError(f"the reward is a {type(reward).__name__}; give a function of images and prompts")
     return train.run(loaded, launch, resume, reward=reward)

@@ -3,12 +3,10 @@
 import re
 from pathlib import Path
 
-import pytest
-
 from sd3_light.families.sd3.single_notes import _COMFY_T5_LENGTH, _T5_LENGTH
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("docs/compatibility.md", "docs/zh/compatibility.md")
+PAGE = "docs/formats/compatibility.md"
 CLIENTS = ("diffusers", "transformers", "peft", "safetensors", "huggingface_hub", "tensorboard")
 
 
@@ -16,10 +14,9 @@ def read(page: str) -> str:
     return (ROOT / page).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_the_matrix_names_the_tested_versions(name: str) -> None:
+def test_the_matrix_names_the_tested_versions() -> None:
     """The installed ones, and the older ones of the command in CONTRIBUTING."""
-    page = read(name)
+    page = read(PAGE)
     pinned = dict(re.findall(r"^(\S+)==(\S+)$", read("constraints.txt"), re.MULTILINE))
     (command,) = re.findall(r"pip install --no-deps --target OLD (.*)", read("CONTRIBUTING.md"))
     older = dict(pin.split("==") for pin in command.split())
@@ -27,17 +24,16 @@ def test_the_matrix_names_the_tested_versions(name: str) -> None:
     assert [client for client, version in older.items() if version not in page] == []
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_the_matrix_names_existing_tests(name: str) -> None:
+def test_the_matrix_names_existing_tests() -> None:
     files = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
-    named = set(re.findall(r"test_\w+\.py", read(name)))
+    named = set(re.findall(r"test_\w+\.py", read(PAGE)))
     assert named
     assert named <= files
 
 
 def test_the_differences_of_clients_are_documented() -> None:
     """ComfyUI's scheduler and T5 length; the dual attention of sd-scripts."""
-    (section,) = re.findall(r"^## In ComfyUI\n(.*?)^## ", read("docs/single-file.md"), re.MULTILINE | re.DOTALL)
+    (section,) = re.findall(r"^## In ComfyUI\n(.*?)^## ", read("docs/formats/single-file.md"), re.MULTILINE | re.DOTALL)
     lines = section.splitlines()
     assert any("`normal`" in line and "diffusers" in line for line in lines)
     assert any(f"T5 to at least {_COMFY_T5_LENGTH} tokens" in line and str(_T5_LENGTH) in line for line in lines)

@@ -9,7 +9,7 @@ from sd3_light.config import SIZES, ConfigFaults, load_config
 from sd3_light.config.unsupported import UNSUPPORTED_KEYS
 from sd3_light.model.linears import match_targets
 
-PAGE = "docs/from-sd-scripts.md"
+PAGE = "docs/moving/from-sd-scripts.md"
 
 
 @pytest.fixture

@@ -95,9 +95,8 @@ def test_make_installs_the_torch_of_the_machine(tmp_path: Path, tool: str, backe
     assert (f"--torch-backend {backend}" in line) == (tool == "uv")
 
 
-@pytest.mark.parametrize("page", ["docs/multi-node.md", "docs/zh/multi-node.md"])
-def test_the_job_files_of_the_pages_are_valid(page: str) -> None:
-    text = (ROOT / page).read_text(encoding="utf-8")
+def test_the_job_files_of_the_page_are_valid() -> None:
+    text = (ROOT / "docs" / "reference" / "multi-node.md").read_text(encoding="utf-8")
     scripts = re.findall(r"```bash\n(#!/bin/bash\n.*?)```", text, re.DOTALL)
     assert len(scripts) >= 2
     for script in scripts:

@@ -21,22 +21,18 @@ PAGES = sorted(
 )
 TRANSLATED = [
     ("README.md", "README.zh.md"),
-    ("docs/guide.md", "docs/zh/guide.md"),
-    ("docs/training.md", "docs/zh/training.md"),
-    ("docs/multi-node.md", "docs/zh/multi-node.md"),
-    ("docs/finetune.md", "docs/zh/finetune.md"),
-    ("docs/parts.md", "docs/zh/parts.md"),
-    ("docs/tasks.md", "docs/zh/tasks.md"),
-    ("docs/families.md", "docs/zh/families.md"),
-    ("docs/compatibility.md", "docs/zh/compatibility.md"),
-    ("docs/from-diffsynth.md", "docs/zh/from-diffsynth.md"),
-    ("docs/from-diffusion-pipe.md", "docs/zh/from-diffusion-pipe.md"),
-    ("docs/from-sd-scripts.md", "docs/zh/from-sd-scripts.md"),
+    ("docs/start/guide.md", "docs/zh/start/guide.md"),
+    ("docs/start/finetune.md", "docs/zh/start/finetune.md"),
+    ("docs/start/own-images.md", "docs/zh/start/own-images.md"),
+    ("docs/reference/tasks.md", "docs/zh/reference/tasks.md"),
+    ("docs/moving/from-diffsynth.md", "docs/zh/moving/from-diffsynth.md"),
+    ("docs/moving/from-diffusion-pipe.md", "docs/zh/moving/from-diffusion-pipe.md"),
+    ("docs/moving/from-sd-scripts.md", "docs/zh/moving/from-sd-scripts.md"),
 ]
 
 
 def test_the_pages_are_found() -> None:
-    assert {"CONTRIBUTING.md", "docs/README.md", "docs/config.md"} <= set(PAGES)
+    assert {"CONTRIBUTING.md", "docs/README.md", "docs/reference/config.md"} <= set(PAGES)
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -122,5 +118,5 @@ def test_the_folders_of_the_readme_exist(page: Any) -> None:
 def test_every_reject_reason_is_documented(page: Any) -> None:
     from sd3_light.sources.preprocess import REASONS
 
-    text = "\n".join(page("docs/cache-format.md").prose)
+    text = "\n".join(page("docs/formats/cache-format.md").prose)
     assert [reason for reason in REASONS if f"`{reason}`" not in text] == []

@@ -16,7 +16,7 @@ SHORT = {
     "sd3-light evaluate": " --steps 4",
 }
 """Options that make commands quick."""
-MORE = ("docs/guide.md", "docs/export.md", "docs/training.md")
+MORE = ("docs/start/guide.md", "docs/formats/export.md", "docs/reference/training.md")
 
 
 def shortened(block: str) -> str:

@@ -1,4 +1,4 @@
-"""Other versions of diffusers and transformers draw from our files what we draw (docs/compatibility.md)."""
+"""Other versions of diffusers and transformers draw from our files what we draw (docs/formats/compatibility.md)."""
 
 import json
 import os

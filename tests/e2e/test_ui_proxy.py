@@ -1,4 +1,4 @@
-"""`sd3-light ui` behind the TLS proxy of docs/ui.md: the token, and the checks of Host and Origin."""
+"""`sd3-light ui` behind the TLS proxy of docs/reference/ui.md: the token, and the checks of Host and Origin."""
 
 import re
 import shutil
@@ -19,7 +19,7 @@ from tests.waiting import wait_until
 pytest.importorskip("starlette", reason="needs starlette and uvicorn, the extra ui")
 pytest.importorskip("uvicorn", reason="needs starlette and uvicorn, the extra ui")
 
-DOCS = Path(__file__).parents[2] / "docs" / "ui.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "ui.md"
 NAME = "gpu.example.org"
 TOKEN = "a-long-secret"
 

@@ -1,5 +1,5 @@
-"""On a GPU: the same seed gives the same image for any batch, within the tolerance in docs/sampling.md, and an export
-of weights on the GPU is proven. `-s` shows the measurements."""
+"""On a GPU: the same seed gives the same image for any batch, within the tolerance in docs/reference/sampling.md, and
+an export of weights on the GPU is proven. `-s` shows the measurements."""
 
 from itertools import pairwise
 from pathlib import Path

@@ -199,7 +199,7 @@ def test_a_dataset_needs_its_prefix(fresh_project: Project) -> None:
 
 def test_the_download_command_of_the_guide_leaves_a_complete_folder(hub: FakeHub, tmp_path: Path) -> None:
     """The real `hf` command, on a repository with the extra files of Stability's."""
-    guide = (Path(__file__).parents[3] / "docs" / "guide.md").read_text(encoding="utf-8")
+    guide = (Path(__file__).parents[3] / "docs" / "start" / "guide.md").read_text(encoding="utf-8")
     (line,) = (line for line in guide.splitlines() if line.startswith("hf download "))
     repo = line.split()[2]
     hub.repos[f"models/{repo}"] = hub.repos[f"models/{MODEL}"]

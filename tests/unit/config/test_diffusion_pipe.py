@@ -289,5 +289,5 @@ def test_a_family_from_the_command_line_names_it(files: Any) -> None:
 def test_families_name_scripts_that_exist() -> None:
     for instead in FAMILIES.values():
         scripts = [word for word in instead.split() if word.startswith("examples/")]
-        assert "docs/tasks.md" in instead
+        assert "docs/reference/tasks.md" in instead
         assert all((ROOT / script).is_file() for script in scripts)

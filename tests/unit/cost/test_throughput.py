@@ -1,4 +1,4 @@
-"""Estimated durations agree with the measured ones of docs/LOG.md."""
+"""Estimated durations agree with the measured ones of docs/evidence/LOG.md."""
 
 import pytest
 

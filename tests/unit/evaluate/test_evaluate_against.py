@@ -84,7 +84,7 @@ def test_models_and_baselines_in_one_table(folder: Path, tmp_path: Path) -> None
     assert len(parsed.attributes("img")) == 12 * 5
     assert "<3>, flat" in parsed.text
     assert "finds" in parsed.text
-    with pytest.MonkeyPatch.context() as patch:  # the figure of docs/results.md is made from the page
+    with pytest.MonkeyPatch.context() as patch:  # the figure of docs/evidence/results.md is made from the page
         patch.syspath_prepend(str(Path(__file__).parents[3] / "scripts"))
         pairs = importlib.import_module("results_grid").read_pairs(page, noise)
     assert [pair.distance for pair in pairs] == pytest.approx(rows[noise]["each"]["distance"], abs=5.1e-4)

@@ -1,4 +1,4 @@
-"""The scripts that make docs/results.md: joined tables, the blind sheet, and the steps and their times."""
+"""The scripts that make docs/evidence/results.md: joined tables, the blind sheet, and the steps and their times."""
 
 import csv
 import importlib

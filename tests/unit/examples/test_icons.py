@@ -141,7 +141,7 @@ def test_a_set_of_two_styles(build: Any, packages: Path, tmp_path: Path, monkeyp
 
 
 def test_a_model_from_icons_alone(build: Any, packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commands of docs/parts.md, smaller still."""
+    """The commands of docs/start/own-images.md, smaller still."""
     run(build, monkeypatch, tmp_path / "trial", "--packages", packages, "--styles", "fluent_3d", "noto", "--every", "3")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
@@ -165,8 +165,8 @@ def test_a_model_from_icons_alone(build: Any, packages: Path, tmp_path: Path, mo
 
 
 def trial_commands() -> list[str]:
-    """Return the commands of the last block of docs/parts.md."""
-    page = (FOLDER.parents[1] / "docs" / "parts.md").read_text(encoding="utf-8")
+    """Return the commands of the last block of docs/start/own-images.md."""
+    page = (FOLDER.parents[1] / "docs" / "start" / "own-images.md").read_text(encoding="utf-8")
     return page.split("```bash\n")[-1].split("```")[0].splitlines()
 
 

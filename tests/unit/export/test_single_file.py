@@ -293,7 +293,7 @@ def drawn(pipe: Any) -> Tensor:
 
 
 def test_stock_diffusers_reads_the_full_pipeline(tmp_path: Path, demo_parts: Path) -> None:
-    """With the line of docs/single-file.md: diffusers 0.42.1 leaves T5 in training mode, with dropout."""
+    """With the line of docs/formats/single-file.md: diffusers 0.42.1 leaves T5 in training mode, with dropout."""
     folder = with_t5_dropout(write_stock(tmp_path / "folder", demo_parts, TINY))
     file = write_single_file(folder, tmp_path / "m.safetensors", text_encoders=True).path
     pipe = StableDiffusion3Pipeline.from_single_file(str(file), config=str(folder), local_files_only=True)

@@ -594,7 +594,7 @@ def test_icons_are_padded_for_other_programs_and_not_with_own_encoders(tmp_path:
 def test_new_says_what_a_family_offers(tmp_path: Path, images: str) -> None:
     notes = new.run("lora", images, str(DEMO), tmp_path / "lora", resolution=64, gpus=gpu(24)).notes
     assert notes == (
-        "prior preservation: available for SD3; add a [[directory]] of class images (docs/finetune.md)",
+        "prior preservation: available for SD3; add a [[directory]] of class images (docs/start/finetune.md)",
         "text encoders: not trained for SD3, because the cache holds their outputs",
     )
     assert new.run("icons", images, str(DEMO), tmp_path / "icons", resolution=64, gpus=gpu(24)).notes == ()
