@@ -15,10 +15,10 @@ def read(page: str) -> str:
 
 
 def test_the_matrix_names_the_tested_versions() -> None:
-    """The installed ones, and the older ones of the command in CONTRIBUTING."""
+    """The installed ones, and the older ones of the documented command."""
     page = read(PAGE)
     pinned = dict(re.findall(r"^(\S+)==(\S+)$", read("constraints.txt"), re.MULTILINE))
-    (command,) = re.findall(r"pip install --no-deps --target OLD (.*)", read("CONTRIBUTING.md"))
+    (command,) = re.findall(r"pip install --no-deps --target OLD (.*)", read("docs/reference/development.md"))
     older = dict(pin.split("==") for pin in command.split())
     assert [client for client in CLIENTS if pinned[client] not in page] == []
     assert [client for client, version in older.items() if version not in page] == []

@@ -1,6 +1,6 @@
 """Training in another process: its progress is shown, and if one process stops or fails, so does the other.
 
-The other process is a shell script here; `tests/docs/test_readme.py` runs the demo with a real one.
+The other process is a shell script here; `tests/docs/test_commands.py` runs the demo with a real one.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Run the marked commands of the README and the docs, in order, in one folder."""
+"""Run the marked commands of the docs, in order, in one folder."""
 
 import os
 import subprocess
@@ -16,6 +16,7 @@ SHORT = {
     "sd3-light evaluate": " --steps 4",
 }
 """Options that make commands quick."""
+DEMO = "docs/evidence/demo.md"
 MORE = ("docs/start/guide.md", "docs/formats/export.md", "docs/reference/training.md")
 
 
@@ -50,16 +51,15 @@ def run_block(block: str, folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory, page: Any) -> tuple[Path, list[str]]:
-    """The folder where the README's blocks ran, and the output of each."""
-    blocks = page("README.md").to_run
-    if not blocks:
-        pytest.skip("README.md has no block to run")
-    folder = tmp_path_factory.mktemp("readme")
+    """The folder where the blocks of the first two pages ran, and the output of each."""
+    blocks = page("docs/start/install.md").to_run + page(DEMO).to_run
+    assert len(blocks) == 2
+    folder = tmp_path_factory.mktemp("demo")
     return folder, [run_block(block, folder) for block in blocks]
 
 
 @pytest.mark.timeout(1800)
-def test_the_readme_runs(printed: tuple[Path, list[str]]) -> None:
+def test_the_demo_runs(printed: tuple[Path, list[str]]) -> None:
     folder, outputs = printed
     output = "\n".join(outputs)
     for row in ("untrained", "pretrained here", "shipped base"):
@@ -74,7 +74,7 @@ def test_the_readme_runs(printed: tuple[Path, list[str]]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", MORE)
-def test_other_pages_run_in_the_readme_folder(printed: tuple[Path, list[str]], page: Any, name: str) -> None:
+def test_other_pages_run_in_its_folder(printed: tuple[Path, list[str]], page: Any, name: str) -> None:
     blocks = page(name).to_run
     if not blocks:
         pytest.skip(f"{name} has no block to run")
