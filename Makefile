@@ -25,7 +25,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10
 PARALLEL := -n $(WORKERS) --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-gpu fuzz lint format docs install clean distclean
+.PHONY: help demo test test-full test-gpu fuzz lint format docs docs-site install clean distclean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,12 +59,15 @@ format: $(VENV)/.dev-installed ## format the code
 docs: $(VENV)/.run-installed ## regenerate docs/reference/config.md from the config schema
 	$(BIN)/python -m sd3_light.config.docs
 
+docs-site: $(VENV)/.dev-installed ## build the documentation with its search into site/; a broken link is an error
+	$(BIN)/python scripts/docs_site.py
+
 install: ## recreate the environment: make install [PYTHON=...] [TORCH=...] [TORCH_BACKEND=...] [EXTRAS=...]
 	rm -rf $(VENV)
 	@$(MAKE) --no-print-directory $(VENV)/.dev-installed
 
 clean: ## remove caches, build output and the demo run
-	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis demo_run fuzz-failures
+	rm -rf build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis demo_run fuzz-failures
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean ## clean, and also remove the environment
