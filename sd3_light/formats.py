@@ -1,6 +1,7 @@
 """Numbers, times and texts as people read them."""
 
 import math
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
 _LONGEST_SECONDS = 1e12  # about 30,000 years
@@ -43,6 +44,12 @@ def plural(count: int, noun: str) -> str:
     """Return `1 resume`, `2 resumes` or `8 processes`."""
     ending = "es" if noun.endswith("s") else "s"
     return f"{count:,} {noun}{'' if count == 1 else ending}"
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """Return the first names, and how many more there are; names that would change a terminal are quoted."""
+    shown = ", ".join(name if name.isprintable() else repr(name) for name in names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most:,} more"
 
 
 def utc_time(timestamp: float) -> str:

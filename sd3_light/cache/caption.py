@@ -23,7 +23,15 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from sd3_light.cache.folder_images import decoded_batches, image_folder, listed_images, model_folder, read_image
+from sd3_light.cache.folder_images import (
+    OWN_FILES,
+    decoded_batches,
+    image_folder,
+    listed_images,
+    model_folder,
+    named_model,
+    read_image,
+)
 from sd3_light.config import DirectoryConfig, load_images
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
@@ -231,16 +239,12 @@ class Captioner:
         folder = model_folder(model)
         device = Launch().device()
         dtype = options.dtype if options.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
-        own = {"local_files_only": True, "trust_remote_code": False}
-        try:
+        with named_model(model, "image-text-to-text model"):
             check_files(folder)
-            processor = AutoProcessor.from_pretrained(folder, **own)
+            processor = AutoProcessor.from_pretrained(folder, **OWN_FILES)
             loaded = AutoModelForImageTextToText.from_pretrained(
-                folder, use_safetensors=True, dtype=getattr(torch, dtype), **own
+                folder, use_safetensors=True, dtype=getattr(torch, dtype), **OWN_FILES
             )
-        except (UserError, OSError, ValueError, LookupError, TypeError, RuntimeError, ImportError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise UserError(f"--model {model}: not a usable image-text-to-text model: {reason}") from error
         return Captioner(loaded, processor, options, device)
 
     @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from PIL import Image
@@ -11,13 +12,20 @@ from sd3_light.config.faults import UserError
 from sd3_light.config.hub_ids import SCHEME, parse_hub_id
 from sd3_light.downloads import download
 from sd3_light.runlog import info, progress
+from sd3_light.sources.access import exists
 from sd3_light.sources.preprocess import Reject
 from sd3_light.sources.records import FileBytes, Rejected
 from sd3_light.sources.scan import scan
 from sd3_light.sources.video import open_still
 
 _NOT_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.onnx", "*.msgpack", "*.h5")
-_NO_CAPTION = ("no_caption", "empty_caption", "bad_caption", "caption_not_utf8", "caption_too_long")
+_INCOMPLETE = (
+    *("no_caption", "empty_caption", "bad_caption", "caption_not_utf8", "caption_too_long"),
+    *("no_rejected", "no_reference"),
+)
+"""Reasons why an image cannot be trained on, though it can be read."""
+OWN_FILES = {"local_files_only": True, "trust_remote_code": False}
+"""Arguments of `from_pretrained`: nothing is downloaded, and no code of the folder runs."""
 _DECODERS = 4  # threads that decode the next batch
 
 
@@ -31,11 +39,12 @@ def image_folder(directory: DirectoryConfig, made: str) -> Path:
 
 
 def listed_images(folder: Path, sources: Sequence[DirectoryConfig]) -> list[str]:
-    """Return the names of the image files of a folder, with or without a caption."""
+    """Return the names of the image files of a folder, with or without a caption and companions."""
     is_file: dict[str, bool] = {}
+    existing = map(_without_missing_folders, sources)
     with progress("listing", None, "images") as bar:
-        for item in (item for directory in sources for item in scan(directory, 0)):
-            if isinstance(item, Rejected) and item.reason not in _NO_CAPTION:
+        for item in (item for directory in existing for item in scan(directory, 0)):
+            if isinstance(item, Rejected) and item.reason not in _INCOMPLETE:
                 continue
             is_file[item.key.partition("/")[2]] = isinstance(item.image, FileBytes)
             bar.advance()
@@ -43,6 +52,14 @@ def listed_images(folder: Path, sources: Sequence[DirectoryConfig]) -> list[str]
     if others := len(is_file) - len(images):
         info(f"{folder}: {others:,} images in tars and Parquet files are left out; unpack them")
     return images
+
+
+def _without_missing_folders(directory: DirectoryConfig) -> DirectoryConfig:
+    """Return a directory without masks, worse images and references that do not exist: they may be written next."""
+    keys = ("mask_path", "default_mask_file", "rejected")
+    missing = {key: None for key in keys if (path := getattr(directory, key)) is not None and not exists(path)}
+    references = tuple(filter(exists, directory.references))
+    return directory.model_copy(update={**missing, "references": references})
 
 
 def read_image(path: Path) -> Image.Image | Reject:
@@ -64,6 +81,16 @@ def decoded_batches(folder: Path, names: Sequence[str], size: int) -> Iterator[M
             if number + 1 < len(batches):
                 following = [pool.submit(read_image, folder / name) for name in batches[number + 1]]
             yield {name: job.result() for name, job in zip(batch, current, strict=True)}
+
+
+@contextmanager
+def named_model(model: str, kind: str) -> Iterator[None]:
+    """Turn errors of transformers while a model is loaded into one line."""
+    try:
+        yield
+    except (UserError, OSError, ValueError, LookupError, TypeError, RuntimeError, ImportError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"--model {model}: not a usable {kind}: {reason}") from error
 
 
 def model_folder(model: str) -> Path:

@@ -1,15 +1,13 @@
 """The mask stage: masks for the images of a dataset, found by a segmentation model of transformers.
 
 A mask is a PNG with the name of its image in the folder that `mask_path` names, white where the model finds what the
-prompts ask for. Files that exist are kept, so the same command continues after an interruption.
+prompts ask for.
 """
 
 import difflib
-import io
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,21 +27,16 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_UNIVERSAL_SEGMENTATION_MAPPING_NAMES,
 )
 
-from sd3_light.cache.folder_images import decoded_batches, image_folder, listed_images, model_folder
+from sd3_light.cache.folder_images import OWN_FILES, model_folder, named_model
+from sd3_light.cache.images_beside import FolderWork, Made, Written, save_examples, works_of
 from sd3_light.config import DirectoryConfig, load_images
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
-from sd3_light.files import write_atomically
 from sd3_light.model.part_configs import check_files
-from sd3_light.runlog import progress
-from sd3_light.sources.access import exists
-from sd3_light.sources.listing import is_image_name
-from sd3_light.sources.preprocess import Reject
+from sd3_light.pages import check_output_path
 
-REJECTS = "rejects.jsonl"
-"""The images without a mask, in the folder of masks."""
+_EMPTY = "empty_mask: the mask would be black, and the image would not be used"
 _BACKGROUND = "background"
-_OWN = {"local_files_only": True, "trust_remote_code": False}
 
 Foreground = list[Tensor]
 """Per image, a bool [height, width]."""
@@ -63,97 +56,77 @@ class MaskOptions:
 
 
 @dataclass(frozen=True)
-class MaskedFolder:
-    """A folder of masks: how many this run wrote, how many were there, and the images that got none, with reasons."""
+class Masked:
+    """The masks of a folder, whether the dataset TOML names it, and the shares of images that new masks cover."""
 
-    masks: Path
-    written: int
-    kept: int
-    rejects: Mapping[str, str]
+    written: Written
     is_named: bool
+    shares: Mapping[str, float]
+
+    @property
+    def covers(self) -> float | None:
+        """The mean share of the images that got a mask."""
+        shares = [share for share in self.shares.values() if share]
+        return sum(shares) / len(shares) if shares else None
+
+    @property
+    def empty(self) -> list[str]:
+        """The images in which nothing was found."""
+        return [name for name, share in self.shares.items() if share == 0]
+
+    @property
+    def full(self) -> list[str]:
+        """The images that a mask covers completely, so that it changes nothing."""
+        return [name for name, share in self.shares.items() if share == 1]
 
 
 def run(
-    data: Path, model: str, options: MaskOptions, out: Path | None = None, overwrite: bool = False
-) -> list[MaskedFolder]:
+    data: Path,
+    model: str,
+    options: MaskOptions,
+    out: Path | None = None,
+    overwrite: bool = False,
+    page: Path | None = None,
+) -> list[Masked]:
     """Write a mask for every image of a folder or dataset TOML; return what was written."""
-    by_folder: dict[Path, list[DirectoryConfig]] = {}
-    for directory in load_images(data).directories:
-        by_folder.setdefault(image_folder(directory, "masks").resolve(), []).append(directory)
-    if out is not None and len(by_folder) > 1:
-        raise UserError(f"--out: {data} has {len(by_folder)} folders of images; write mask_path for each, or remove it")
-    works = [_Work.of(folder, sources, out, overwrite) for folder, sources in by_folder.items()]
+    if page is not None:
+        check_output_path(page)
+    works = works_of(data, "mask", _folder_of, out, overwrite)
+    named = {directory.mask_path for directory in load_images(data).directories}
     segmenter = Segmenter.load(model, options) if any(work.missing for work in works) else None
-    return [work.run(segmenter, options) for work in works]
+    masked = [_run(work, segmenter, options.batch, work.folder in named) for work in works]
+    if page is not None:
+        save_examples(page, data, "Masks", works, tints=True)
+    return masked
 
 
-@dataclass(frozen=True)
-class _Work:
-    """A folder of images, its folder of masks, and the images without a mask."""
-
-    folder: Path
-    masks: Path
-    is_named: bool
-    total: int
-    missing: Sequence[str]
-
-    @staticmethod
-    def of(folder: Path, sources: Sequence[DirectoryConfig], out: Path | None, overwrite: bool) -> "_Work":
-        named = {source.mask_path for source in sources if source.mask_path is not None}
-        if len(named) > 1:
-            raise UserError(f"{folder}: several folders of masks ({', '.join(map(str, named))}); use one mask_path")
-        masks = out or next(iter(named), folder.with_name(f"{folder.name}-masks"))
-        if isinstance(masks, str):
-            raise UserError(f"mask_path: {masks}: masks are written to a folder on disk; name one, or pass --out")
-        masks.mkdir(parents=True, exist_ok=True)
-        if not all(map(exists, named)):  # a scan needs the folder that mask_path names
-            sources = [source.model_copy(update={"mask_path": masks}) for source in sources]
-        # images that differ in their suffix share a mask
-        images = {str(PurePosixPath(name).with_suffix("")): name for name in reversed(listed_images(folder, sources))}
-        existing = set() if overwrite else _stems(masks)
-        missing = [name for stem, name in reversed(images.items()) if stem not in existing]
-        return _Work(folder, masks, masks in named, len(images), missing)
-
-    def run(self, segmenter: "Segmenter | None", options: MaskOptions) -> MaskedFolder:
-        """Write the missing masks, and the list of images that got none."""
-        rejects: dict[str, str] = {}
-        with progress(f"mask {self.folder.name}", len(self.missing), "images") as bar:
-            for decoded in decoded_batches(self.folder, self.missing, options.batch):
-                assert segmenter is not None
-                images = {name: image for name, image in decoded.items() if isinstance(image, Image.Image)}
-                rejects |= {name: str(image) for name, image in decoded.items() if isinstance(image, Reject)}
-                for name, mask in zip(images, segmenter.masks(list(images.values())) if images else [], strict=True):
-                    path = self.masks / PurePosixPath(name).with_suffix(".png")
-                    if mask.getbbox() is None:
-                        rejects[name] = "empty_mask: the mask would be black, and the image would not be used"
-                        path.unlink(missing_ok=True)  # with --overwrite
-                    else:
-                        _write(path, mask)
-                bar.advance(len(decoded))
-        self._list_rejects(rejects)
-        kept = self.total - len(self.missing)
-        return MaskedFolder(self.masks, len(self.missing) - len(rejects), kept, rejects, self.is_named)
-
-    def _list_rejects(self, rejects: Mapping[str, str]) -> None:
-        path = self.masks / REJECTS
-        if not rejects:
-            path.unlink(missing_ok=True)
-            return
-        lines = (json.dumps({"file": name, "reason": reason}) + "\n" for name, reason in rejects.items())
-        write_atomically(path, "".join(lines).encode())
+def _folder_of(images: Path, sources: Sequence[DirectoryConfig]) -> Path:
+    """Return the folder of the masks that a dataset TOML names, or the default one."""
+    named = {source.mask_path for source in sources if source.mask_path is not None}
+    if len(named) > 1:
+        raise UserError(f"{images}: several folders of masks ({', '.join(map(str, named))}); use one mask_path")
+    masks = next(iter(named), images.with_name(f"{images.name}-masks"))
+    if isinstance(masks, str):
+        raise UserError(f"mask_path: {masks}: masks are written to a folder on disk; name one, or pass --out")
+    return masks
 
 
-def _stems(masks: Path) -> set[str]:
-    """Return the names of the files in a folder of masks, without suffixes."""
-    files = (path.relative_to(masks) for path in masks.rglob("*") if is_image_name(path.name))
-    return {file.with_suffix("").as_posix() for file in files}
+def _run(work: FolderWork, segmenter: "Segmenter | None", batch: int, is_named: bool) -> Masked:
+    """Write the missing masks of a folder, and measure how much of their images they cover."""
+    shares: dict[str, float] = {}
+
+    def make(images: Mapping[str, Image.Image]) -> list[Made]:
+        assert segmenter is not None
+        masks = segmenter.masks(list(images.values()))
+        shares.update(zip(images, map(_share, masks), strict=True))
+        return [mask if shares[name] else _EMPTY for name, mask in zip(images, masks, strict=True)]
+
+    return Masked(work.run(make, batch), is_named, shares)
 
 
-def _write(path: Path, mask: Image.Image) -> None:
-    buffer = io.BytesIO()
-    mask.save(buffer, "PNG")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, buffer.getvalue())
+def _share(mask: Image.Image) -> float:
+    """Return the share of a mask that is white."""
+    return mask.histogram()[255] / (mask.width * mask.height)
 
 
 class Segmenter:
@@ -168,18 +141,15 @@ class Segmenter:
         """Load a folder or a model of the Hugging Face hub; weights are read from safetensors only."""
         folder = model_folder(model)
         device = Launch().device()
-        try:
+        with named_model(model, "segmentation model"):
             check_files(folder)
-            kind = AutoConfig.from_pretrained(folder, **_OWN).model_type
+            kind = AutoConfig.from_pretrained(folder, **OWN_FILES).model_type
             if kind not in ("clipseg", *_WITH_CLASSES):
                 raise UserError(f"a {kind}; use a CLIPSeg, or a model with classes such as SegFormer or Mask2Former")
             processor_class: Any = AutoProcessor if kind == "clipseg" else AutoImageProcessor
-            processor = processor_class.from_pretrained(folder, **_OWN)
+            processor = processor_class.from_pretrained(folder, **OWN_FILES)
             model_class = CLIPSegForImageSegmentation if kind == "clipseg" else _WITH_CLASSES[kind]
-            loaded = model_class.from_pretrained(folder, use_safetensors=True, dtype=torch.float32, **_OWN)
-        except (UserError, OSError, ValueError, LookupError, TypeError, RuntimeError, ImportError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise UserError(f"--model {model}: not a usable segmentation model: {reason}") from error
+            loaded = model_class.from_pretrained(folder, use_safetensors=True, dtype=torch.float32, **OWN_FILES)
         loaded = loaded.to(device).eval()
         if kind == "clipseg":
             return Segmenter(_TextFinder(loaded, processor, device, options), options.invert)
@@ -192,9 +162,15 @@ class Segmenter:
         return [Image.fromarray((plane.cpu() ^ self._invert).numpy()).convert("L") for plane in self._find(images)]
 
 
+_OTHER_INPUTS = ("oneformer", "videomt")  # a text that names the task; frames
 _WITH_CLASSES: dict[str, Any] = {
-    **dict.fromkeys(MODEL_FOR_UNIVERSAL_SEGMENTATION_MAPPING_NAMES, AutoModelForUniversalSegmentation),
-    **dict.fromkeys(MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES, AutoModelForSemanticSegmentation),
+    kind: model_class
+    for kinds, model_class in (
+        (MODEL_FOR_UNIVERSAL_SEGMENTATION_MAPPING_NAMES, AutoModelForUniversalSegmentation),
+        (MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES, AutoModelForSemanticSegmentation),
+    )
+    for kind in kinds
+    if kind not in _OTHER_INPUTS
 }
 
 

@@ -7,7 +7,7 @@ import typer
 
 from sd3_light.cli.app import Command, app
 from sd3_light.cli.process import command_line, continued_by, echo, given_options, init_process
-from sd3_light.formats import plural
+from sd3_light.formats import listed, plural
 
 
 @app.command(cls=Command)
@@ -28,16 +28,26 @@ def mask(
         Path | None, typer.Option(metavar="FOLDER", help="Where masks are written. [mask_path, or DATA-masks]")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace masks that exist.")] = False,
+    page: Annotated[Path | None, typer.Option(help="Write a page with examples to this HTML file.")] = None,
 ) -> None:
     """Write masks for the images of a dataset with a segmentation model of transformers: white is trained on."""
     init_process()
     from sd3_light.cache import mask as stage
+    from sd3_light.cache.images_beside import REJECTS
 
     options = stage.MaskOptions(tuple(prompt or ()), threshold, invert, batch)
     with continued_by(command_line("mask", data, *given_options(context, "overwrite"))):
-        for folder in stage.run(data, model, options, out, overwrite):
-            echo(f"{folder.masks}: wrote {plural(folder.written, 'mask')}, kept {folder.kept:,}")
-            if folder.rejects:
-                echo(f"{plural(len(folder.rejects), 'image')} without a mask: see {folder.masks / stage.REJECTS}")
-            if not folder.is_named:
-                echo(f'write mask_path = "{folder.masks}" in the [[directory]] of the images to train with them')
+        for masked in stage.run(data, model, options, out, overwrite, page):
+            folder = masked.written.folder
+            covers = "" if masked.covers is None else f"; new ones cover {masked.covers:.0%} of their images"
+            echo(f"{folder}: wrote {plural(masked.written.written, 'mask')}, kept {masked.written.kept:,}{covers}")
+            for names, found in ((masked.empty, "nothing found in"), (masked.full, "everything covered in")):
+                if names:
+                    echo(f"{found} {plural(len(names), 'image')}: {listed(names)}")
+            if masked.written.rejects:
+                count = plural(len(masked.written.rejects), "image")
+                echo(f"{count} without a mask: see {folder / REJECTS}")
+            if not masked.is_named:
+                echo(f'write mask_path = "{folder}" in the [[directory]] of the images to train with them')
+    if page is not None:
+        echo(f"wrote {page}")

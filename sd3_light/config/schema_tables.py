@@ -150,6 +150,9 @@ class ModelConfig(Table):
         Fraction, KnownTo("it sees no image beside the text", only=("sd3", "flux2", "flux_kontext"), harmless=(0.0,))
     ] = 0.0
     """Probability that a sample sees zeros in place of its reference images, drawn apart from that of the text."""
+    outside_mask_weight: Annotated[float, Strict(), Ge(0), Lt(1)] = 0.0
+    """Weight of what a sample's mask excludes, beside 1 for what it includes; 0: what is outside does not train. A
+    sample's loss is the mean with these weights, so it counts as much as one without a mask."""
     uncond_text: Annotated[
         Literal["zero", "empty"] | None,
         KnownTo("its unconditional text is that of its pipeline", only=_SD3, harmless=("empty",)),

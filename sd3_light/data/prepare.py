@@ -24,7 +24,7 @@ from sd3_light.data.slots import AllocateTensor
 from sd3_light.data.stream import CachedBatch
 from sd3_light.encoding.vae import LatentScale
 from sd3_light.flow.noise import DeviceNoise
-from sd3_light.flow.objective import interpolate, velocity
+from sd3_light.flow.objective import inside_and_outside, interpolate, velocity
 from sd3_light.flow.timesteps import drawn_quantiles, times_from_quantiles
 from sd3_light.model.base_values import FLUX_LINE, ShiftLine
 from sd3_light.randomness import fill_rows, first_words, occurrence_words, uniforms
@@ -172,7 +172,7 @@ class FlowPreparer(Preparer, ABC):
             other = self.scale.draw(clean[name], deviation)
             values[name.replace("moments", "noisy")] = interpolate(other, drawn, clean["t"])
             values[name.replace("moments", "target")] = velocity(other, drawn)
-        return replace(clean, values=values).with_values({"mask": None if mask is None else _mask_weights(mask)})
+        return replace(clean, values=values).with_values({"mask": None if mask is None else self._mask_weights(mask)})
 
     def reference_draws(self, occurrences: Occurrences, evaluation: bool = False) -> dict[str, Tensor]:
         """Return which samples keep their references, as 1 or 0 [B]; nothing if all do."""
@@ -181,6 +181,15 @@ class FlowPreparer(Preparer, ABC):
             return {}
         drawn = uniforms(first_words(self.seed, "reference-dropout", occurrences)[0])
         return {KEPT: torch.from_numpy((drawn >= probability).astype(np.float32))}
+
+    def _mask_weights(self, mask: Tensor) -> Tensor:
+        """Return the weights 0 to 1 of a mask of bytes, with the same bits on every device.
+
+        A GPU divides by a number of the host as a multiplication by its reciprocal, by a tensor exactly.
+        """
+        inside = mask.float() / mask.new_full((), 255.0, dtype=torch.float32)
+        outside = self.model.outside_mask_weight
+        return inside_and_outside(inside, outside) if outside else inside
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -209,14 +218,6 @@ def with_columns(preparer: Preparer, reads: tuple[str, ...]) -> Preparer:
 def token_grid(shape: torch.Size, patch: int = 2) -> tuple[int, int]:
     """Return the rows and columns of tokens of latents whose shape ends with height and width."""
     return shape[-2] // patch, shape[-1] // patch
-
-
-def _mask_weights(mask: Tensor) -> Tensor:
-    """Return the weights 0 to 1 of a mask of bytes, with the same bits on every device.
-
-    A GPU divides by a number of the host as a multiplication by its reciprocal, by a tensor exactly.
-    """
-    return mask.float() / mask.new_full((), 255.0, dtype=torch.float32)
 
 
 # --- who prepares what -------------------------------------------------------------------------

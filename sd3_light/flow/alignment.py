@@ -5,10 +5,12 @@ tokens of a deeper block of the run's average, which sees the image with less no
 samples, N image tokens on a grid of h x w, D width of the tokens, F features.
 """
 
+import math
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from sd3_light.config import TrainConfig
 from sd3_light.config.schema_objective import AlignmentTerm
@@ -27,7 +29,8 @@ _HIDDEN = 4  # the inner layers of an MLP are as many times wider than the featu
 class FeatureAlignment(Objective):
     """1 - cosine of a projection of a block's tokens and the cached features of their place in the image.
 
-    It ends at the share ``until`` of the run. Of a block that some tokens skip, those that run through it are compared.
+    Places that a sample's mask excludes do not count. It ends at the share ``until`` of the run. Of a block that some
+    tokens skip, those that run through it are compared.
     """
 
     reads = (TEACHER,)
@@ -68,19 +71,23 @@ class FeatureAlignment(Objective):
         if features_BFHW is None:
             one_BD11 = tokens_BND[:, 0, :, None, None]
             return {"alignment": 0 * self.head(_HEAD, one_BD11).float().flatten(1).mean(1)}
-        grid = features_BFHW.shape[-2:]
+        grid = features_BFHW.shape[-2], features_BFHW.shape[-1]
         kept = batch.get("kept")
-        if tokens_BND.shape[1] >= grid.numel():
-            tokens_BND = tokens_BND[:, : grid.numel()]  # tokens of references follow
+        if tokens_BND.shape[1] >= math.prod(grid):
+            tokens_BND = tokens_BND[:, : math.prod(grid)]  # tokens of references follow
             kept = None
         else:
             assert kept is not None, (tokens_BND.shape, grid)
-            tokens_BND = on_grid(tokens_BND, kept, grid.numel())
-        projected_BFHW = self.head(_HEAD, tokens_BND.transpose(1, 2).unflatten(2, grid))
-        pair = [values.flatten(2).transpose(1, 2) for values in (projected_BFHW, features_BFHW)]
+            tokens_BND = on_grid(tokens_BND, kept, math.prod(grid))
+        compared = [self.head(_HEAD, tokens_BND.transpose(1, 2).unflatten(2, grid)), features_BFHW]
+        mask_BHW = batch.get("mask")
+        if mask_BHW is not None:
+            compared.append(functional.adaptive_avg_pool2d(mask_BHW[:, None], grid))
+        rows = [values.flatten(2).transpose(1, 2) for values in compared]
         if kept is not None:
-            pair = [values.take_along_dim(kept.long()[:, :, None], 1) for values in pair]
-        return {"alignment": alignment_loss(*pair)}
+            rows = [values.take_along_dim(kept.long()[:, :, None], 1) for values in rows]
+        projected_BND, features_BND, *mask_BN1 = rows
+        return {"alignment": alignment_loss(projected_BND, features_BND, *(mask[..., 0] for mask in mask_BN1))}
 
 
 class SelfAlignment(FeatureAlignment):

@@ -66,7 +66,7 @@ class GuidanceDistillation(Objective):
 
     def losses(self, out: Prediction, batch: Batch) -> dict[str, Tensor]:
         """See `Objective.losses`."""
-        return {"distill": flow_loss(out.velocity, batch["taught"])}
+        return {"distill": flow_loss(out.velocity, batch["taught"], batch.get("mask"))}
 
     def evaluate(self, model: Model, batch: Batch) -> Tensor:
         """Return the same loss on a validation batch: a distilled model is far from data by intention."""

@@ -19,7 +19,7 @@ from sd3_light.config.base import require_value
 from sd3_light.config.cross_checks import TIME_KEYS, timestep_faults
 from sd3_light.config.faults import UserError
 from sd3_light.flow.diffsynth_loss import pipe_flow_loss
-from sd3_light.flow.objective import flow_loss, interpolate, velocity
+from sd3_light.flow.objective import flow_loss, inside_and_outside, interpolate, velocity
 from sd3_light.flow.timesteps import times_from_quantiles
 from sd3_light.model.device_copy import to_device
 
@@ -36,7 +36,8 @@ def _default(key: str) -> Any:
 class FlowMatchSFTLoss:
     """Supervised flow matching: the squared (or pseudo-Huber) error of the velocity at a random time per sample.
 
-    An optional ``mask`` [B, H, W] limits the loss to a region. An optional ``loss_weight`` [B], as in prior
+    An optional ``mask`` [B, H, W] limits the loss to a region; what it excludes counts ``outside_mask_weight`` as much.
+    An optional ``loss_weight`` [B], as in prior
     preservation, multiplies each sample's loss. ``flux_shift`` and ``sqrt_shift`` count tokens of ``patch_size``
     latent pixels: one number for height and width, or one per axis, the last for the width.
     ``FlowMatchSFTLoss(pipe, **inputs)`` is the loss of a DiffSynth pipeline itself, for a custom forward: see
@@ -53,6 +54,7 @@ class FlowMatchSFTLoss:
     logit_mean: float = _default("logit_mean")
     uniform_share: float = _default("uniform_share")
     sqrt_shift: bool = _default("sqrt_shift")
+    outside_mask_weight: float = _default("outside_mask_weight")
 
     def __new__(cls, *args: Any, **settings: Any) -> Any:
         """Return the settings, or the loss of a pipeline: a first argument that is not a name, or ``pipe``."""
@@ -62,7 +64,7 @@ class FlowMatchSFTLoss:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for name in TIME_KEYS:
+        for name in (*TIME_KEYS, "outside_mask_weight"):
             require_value(ModelConfig, name, getattr(self, name))
         require_value(TrainConfig, "pseudo_huber_c", self.pseudo_huber_c)
         for fault in timestep_faults(self):
@@ -98,7 +100,18 @@ class FlowMatchSFTLoss:
             raise UserError(
                 f"denoise returned {result} for latents of {tuple(clean.shape)}; return a velocity of their shape"
             )
-        return flow_loss(predicted, velocity(clean, noise), inputs.get("mask"), self.pseudo_huber_c)
+        return flow_loss(predicted, velocity(clean, noise), self._mask(inputs, clean), self.pseudo_huber_c)
+
+    def _mask(self, inputs: Inputs, clean: Tensor) -> Tensor | None:
+        mask: Tensor | None = inputs.get("mask")
+        if mask is None:
+            return None
+        if mask.shape[-2:] != clean.shape[-2:]:
+            raise UserError(
+                f"a mask of {tuple(mask.shape[-2:])} does not fit latents of {tuple(clean.shape[-2:])}; give one value "
+                "per latent pixel (ImageFolder: vae_factor = the pixels of a latent pixel's side)"
+            )
+        return inside_and_outside(mask, self.outside_mask_weight) if self.outside_mask_weight else mask
 
     def at_fixed_times(self) -> "FlowMatchSFTLoss":
         """Return the loss whose quantiles are the times themselves, without distribution and shift."""

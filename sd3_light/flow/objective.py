@@ -53,6 +53,11 @@ def flow_loss(
     return (error * weight).flatten(1).sum(1) / (weight.flatten(1).sum(1) * math.prod(error.shape[1 : 1 + shared]))
 
 
+def inside_and_outside(mask: Tensor, outside: float) -> Tensor:
+    """Return the weights of a mask from 0 to 1 whose black areas count ``outside`` as much as its white ones."""
+    return mask + (1 - mask) * outside
+
+
 def text_reconstruction_loss(text: Tensor, target: Tensor, lengths: Tensor | None = None) -> Tensor:
     """Return the squared distance per sample [B] of text and detached target, over ``lengths`` tokens or all."""
     error = (text.float() - target.float().detach()) ** 2
@@ -62,9 +67,16 @@ def text_reconstruction_loss(text: Tensor, target: Tensor, lengths: Tensor | Non
     return error.mean(2).masked_fill(~is_real, 0).sum(1) / lengths
 
 
-def alignment_loss(early_BND: Tensor, late_BND: Tensor) -> Tensor:
-    """Return 1 - cosine of two blocks' tokens, the mean per sample [B]; the late ones are constants (LayerSync)."""
-    return 1 - functional.cosine_similarity(early_BND.float(), late_BND.float().detach(), dim=-1).mean(1)
+def alignment_loss(early_BND: Tensor, late_BND: Tensor, mask_BN: Tensor | None = None) -> Tensor:
+    """Return 1 - cosine of two blocks' tokens, the mean per sample [B]; the late ones are constants (LayerSync).
+
+    With a mask it is the mean over the mask, and 0 for a sample whose tokens are all outside.
+    """
+    cosines_BN = functional.cosine_similarity(early_BND.float(), late_BND.float().detach(), dim=-1)
+    if mask_BN is None:
+        return 1 - cosines_BN.mean(1)
+    share_BN = mask_BN / mask_BN.sum(1, keepdim=True).clamp(min=torch.finfo(mask_BN.dtype).tiny)
+    return ((1 - cosines_BN) * share_BN).sum(1)
 
 
 def sum_by_band(each_B: Tensor, time_B: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ per thing (chart, tiles, grid, table, card), so several pages can share them.
 """
 
 from sd3_light.pages.charts import Chart, ChartLine, ChartMark
-from sd3_light.pages.html import READ_ONLY, check_output_path, data_uri, render_template, save_page
+from sd3_light.pages.html import READ_ONLY, check_output_path, data_uri, render_template, save_page, tint_masked
 
 __all__ = [
     "READ_ONLY",
@@ -16,4 +16,5 @@ __all__ = [
     "data_uri",
     "render_template",
     "save_page",
+    "tint_masked",
 ]

@@ -9,8 +9,10 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
+from numpy.typing import NDArray
 from PIL import Image
 
 from sd3_light import __version__, formats
@@ -25,6 +27,7 @@ LARGEST_SIDE = 512
 READ_ONLY = ContextVar("READ_ONLY", default=False)
 """Whether the pages of `sd3-light ui` leave out what changes something."""
 
+_TINT = np.array([214, 40, 130], dtype=np.float32)
 _QUALITY = 88
 _LOSSLESS_AREA = 96 * 96  # pixels: up to here a PNG is hardly larger than a WebP
 
@@ -83,6 +86,14 @@ def data_uri(image: Image.Image, side: int = LARGEST_SIDE) -> str:
         kind = "webp"
         image.save(buffer, "WEBP", quality=_QUALITY)
     return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def tint_masked(pixels: NDArray[np.uint8], mask: NDArray[np.uint8]) -> Image.Image:
+    """Return an image [height, width, 3] with a tint over what a mask of any size excludes: 255 is trained on."""
+    height, width, _ = pixels.shape
+    large = np.asarray(Image.fromarray(mask).resize((width, height), Image.Resampling.NEAREST), dtype=np.float32)
+    opacity = (1 - large / 255)[:, :, None] * 0.7
+    return Image.fromarray((pixels * (1 - opacity) + _TINT * opacity).round().astype(np.uint8))
 
 
 def save_page(out: Path, page: str) -> None:

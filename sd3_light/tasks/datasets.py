@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 from sd3_light.config import VALIDATION, DirectoryConfig, load_dataset
 from sd3_light.config.faults import UserError
 from sd3_light.config.load_dataset import directory_from_arguments
+from sd3_light.core.columns import MASK_FACTOR
 from sd3_light.data.cache_plan import CachePlan, Unit, decode_task
 from sd3_light.data.decoded import plan_images
 from sd3_light.data.split import RECORD, split_images
@@ -24,7 +25,7 @@ from sd3_light.files import write_atomically
 from sd3_light.inputs import read_json_file
 from sd3_light.randomness import sample_id
 from sd3_light.runlog import info, progress
-from sd3_light.sources.buckets import ResizePlan, fits
+from sd3_light.sources.buckets import ResizePlan, buckets_for, fits
 from sd3_light.sources.catalogue import Catalogue
 from sd3_light.sources.claims import Claims
 from sd3_light.sources.decode import DecodeTask, decode_images
@@ -80,7 +81,8 @@ class ImageFolder(SourceDataset):
 
     ``path`` may be a dataset TOML instead, and ``keys`` are those of its `[[directory]]`: captions, buckets, `where`
     and so on mean what they mean there. An image is resized and cropped to its bucket when it is used; there is one
-    sample per resolution. With `mask_path` samples have a ``mask`` [h, w] from 0 to 1, of latent pixels.
+    sample per resolution. With `mask_path` samples have a ``mask`` [h, w] from 0 to 1, of latent pixels, each
+    ``vae_factor`` pixels wide.
 
     Every image is decoded once to check it, by ``num_workers`` processes (None: one per core). Unusable ones are left
     out, and listed in ``rejects`` with a reason. ``catalogue`` is a folder that keeps the result, for later runs and
@@ -91,9 +93,16 @@ class ImageFolder(SourceDataset):
     """
 
     def __init__(
-        self, path: str | Path, catalogue: str | Path | None = None, num_workers: int | None = None, **keys: Any
+        self,
+        path: str | Path,
+        catalogue: str | Path | None = None,
+        num_workers: int | None = None,
+        vae_factor: int = MASK_FACTOR,
+        **keys: Any,
     ) -> None:
         directories = _directories(path, keys)
+        _require_factor(vae_factor, directories)
+        self._vae_factor = vae_factor
         workers = os.cpu_count() or 1 if num_workers is None else num_workers
         with TemporaryDirectory(prefix="sd3-light-") as temporary:
             folder = Path(temporary if catalogue is None else catalogue)
@@ -101,7 +110,8 @@ class ImageFolder(SourceDataset):
                 compared = any(directory.validation for directory in directories)
                 plan = plan_images(Catalogue(folder, claims), directories, workers, "images", _UNIT, compared)
                 rejects = [Rejected(row.key, row.reason, row.detail, None) for row in plan.rejected()]
-                self._samples = _usable_samples(plan, _check_all(plan, claims, workers), rejects)
+                checked = _check_all(plan, claims, workers, vae_factor)
+                self._samples = _usable_samples(plan, checked, rejects, vae_factor)
                 self.sides = _divide(plan, [sample.key for sample in self._samples], folder)
         super().__init__(path, list(dict.fromkeys(rejects)))  # an image may fail in each resolution
         otherwise = f"no file with a caption ends in {', '.join(sorted(IMAGE_SUFFIXES))}"
@@ -130,7 +140,7 @@ class ImageFolder(SourceDataset):
         item = {"image": Image.fromarray(decoded.pixels), **captions}
         if self._masked:
             height, width = self.bucket_of(index)
-            mask = torch.ones(height // 8, width // 8)
+            mask = torch.ones(height // self._vae_factor, width // self._vae_factor)
             item["mask"] = mask if decoded.mask is None else torch.from_numpy(decoded.mask).float() / 255
         return item
 
@@ -154,7 +164,22 @@ def _directories(path: str | Path, keys: dict[str, Any]) -> Sequence[DirectoryCo
 _Fault = tuple[str, str]  # reason and detail; both empty for a usable image
 
 
-def _check_all(plan: CachePlan, claims: Claims, workers: int) -> list[dict[int, _Fault]]:
+def _require_factor(vae_factor: Any, directories: Sequence[DirectoryConfig]) -> None:
+    """Raise UserError if masks of latent pixels of this side do not fit the buckets."""
+    if type(vae_factor) is not int or vae_factor < 1:
+        raise UserError(
+            f"ImageFolder: vae_factor is {vae_factor!r}; give the pixels of a latent pixel's side, such as 8"
+        )
+    for directory in directories:
+        for bucket in buckets_for(directory):
+            if bucket.width % vae_factor or bucket.height % vae_factor:
+                raise UserError(
+                    f"ImageFolder: vae_factor = {vae_factor} does not divide the sides of a bucket, {bucket}; write "
+                    "side_step, or other resolutions"
+                )
+
+
+def _check_all(plan: CachePlan, claims: Claims, workers: int, factor: int) -> list[dict[int, _Fault]]:
     """Decode every sample once. Return the faults of each unit by the numbers of its samples.
 
     They are kept beside the plan. A unit's name has a hash of its images, so a changed one is checked again.
@@ -162,7 +187,7 @@ def _check_all(plan: CachePlan, claims: Claims, workers: int) -> list[dict[int, 
     units = {unit.file: unit for unit in plan.units}
 
     def is_checked(name: str) -> bool:
-        note = _note(plan, units[name])
+        note = _note(plan, units[name], factor)
         faults = _read_faults(note)
         if faults is None:
             return False
@@ -170,13 +195,13 @@ def _check_all(plan: CachePlan, claims: Claims, workers: int) -> list[dict[int, 
 
     def check(name: str) -> None:
         root = plan.source(units[name]).root
-        tasks = [decode_task(member, root) for member in plan.members(units[name])]
+        tasks = [decode_task(member, root, mask_factor=factor) for member in plan.members(units[name])]
         faults: list[_Fault] = []
         for batch in pool.map(tasks[start : start + _BATCH] for start in range(0, len(tasks), _BATCH)):
             faults += batch
             bar.advance(len(batch))
         unusable = {number: fault for number, fault in enumerate(faults) if fault[0]}
-        write_atomically(_note(plan, units[name]), json.dumps(unusable).encode())
+        write_atomically(_note(plan, units[name], factor), json.dumps(unusable).encode())
 
     if total := sum(unit.count for name, unit in units.items() if not is_checked(name)):
         crashed: _Fault = ("decoder_crashed", "")
@@ -186,7 +211,7 @@ def _check_all(plan: CachePlan, claims: Claims, workers: int) -> list[dict[int, 
         ):
             claims.divide(list(units), is_checked, check)
             bar.set_done(total)  # with what other processes have checked
-    return [_read_faults(_note(plan, unit)) or {} for unit in plan.units]
+    return [_read_faults(_note(plan, unit, factor)) or {} for unit in plan.units]
 
 
 def _check_images(tasks: Sequence[DecodeTask]) -> list[_Fault]:
@@ -195,8 +220,10 @@ def _check_images(tasks: Sequence[DecodeTask]) -> list[_Fault]:
     return [(image.reason, image.detail) for image in decoded]
 
 
-def _note(plan: CachePlan, unit: Unit) -> Path:
-    return plan.path.with_name(f"{Path(unit.file).stem}.checked.json")
+def _note(plan: CachePlan, unit: Unit, factor: int) -> Path:
+    # a mask that is black at one factor may not be at another
+    other = "" if factor == MASK_FACTOR else f".{factor}"
+    return plan.path.with_name(f"{Path(unit.file).stem}.checked{other}.json")
 
 
 def _read_faults(note: Path) -> dict[int, _Fault] | None:
@@ -207,7 +234,9 @@ def _read_faults(note: Path) -> dict[int, _Fault] | None:
         return None
 
 
-def _usable_samples(plan: CachePlan, faults: Sequence[Mapping[int, _Fault]], rejects: list[Rejected]) -> list[_Sample]:
+def _usable_samples(
+    plan: CachePlan, faults: Sequence[Mapping[int, _Fault]], rejects: list[Rejected], factor: int
+) -> list[_Sample]:
     """Return the samples without a fault; the others are added to ``rejects``."""
     samples: list[_Sample] = []
     for unit, found in zip(plan.units, faults, strict=True):
@@ -217,7 +246,7 @@ def _usable_samples(plan: CachePlan, faults: Sequence[Mapping[int, _Fault]], rej
                 reason, detail = found[number]
                 rejects.append(Rejected(member.row.key, reason, detail))
                 continue
-            task = decode_task(member, root)
+            task = decode_task(member, root, mask_factor=factor)
             samples.append(_Sample(member.row.key, member.captions, task, task.location.mask is not None))
     return samples
 

@@ -53,6 +53,7 @@ VERBS = (
     "cache",
     "train",
     "caption",
+    "control",
     "mask",
     "parts",
     "export",

@@ -18,9 +18,9 @@ from sd3_light.data.manifest import SHARDS, Manifest, ShardEntry
 from sd3_light.data.reader import ShardReader
 from sd3_light.data.shards import Origin, read_origins
 from sd3_light.encoding.vae import decode_moments, load_vae, psnr
-from sd3_light.pages import data_uri
+from sd3_light.pages import data_uri, tint_masked
 from sd3_light.report.inspect.cache_stats import SampleRef
-from sd3_light.report.inspect.source_images import image_location, tint_masked
+from sd3_light.report.inspect.source_images import image_location
 from sd3_light.runlog import progress
 from sd3_light.sources.buckets import ResizePlan, plan
 from sd3_light.sources.preprocess import Pixels, Reject, fit

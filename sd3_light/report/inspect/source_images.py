@@ -1,25 +1,14 @@
-"""Source images for the page: finding, opening and tinting them."""
+"""Source images for the page: finding and opening them."""
 
 from collections.abc import Mapping
 
-import numpy as np
 from PIL import Image, ImageFile
 
 from sd3_light.sources.locations import location_from_text
-from sd3_light.sources.preprocess import Pixels, Reject, decode
+from sd3_light.sources.preprocess import Reject, decode
 from sd3_light.sources.records import Location
 
 THUMBNAIL_SIDE = 160
-
-_TINT = np.array([214, 40, 130], dtype=np.float32)
-
-
-def tint_masked(pixels: Pixels, mask: Pixels) -> Image.Image:
-    """Return the image with a tint over the part that a mask (of latent size, 255 is trained on) excludes."""
-    height, width, _ = pixels.shape
-    large = np.asarray(Image.fromarray(mask).resize((width, height), Image.Resampling.NEAREST), dtype=np.float32)
-    opacity = (1 - large / 255)[:, :, None] * 0.7
-    return Image.fromarray((pixels * (1 - opacity) + _TINT * opacity).round().astype(np.uint8))
 
 
 def image_location(places: Mapping[str, str], directory: str, text: str) -> Location:

@@ -11,10 +11,14 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from safetensors.torch import save_file
+from typer.testing import CliRunner
 
 from sd3_light.assets import DEMO
 from sd3_light.cache import mask
+from sd3_light.cache.images_beside import REJECTS
 from sd3_light.cache.mask import MaskOptions
+from sd3_light.cli import app
 from sd3_light.config.faults import UserError
 from sd3_light.config.load_dataset import load_directories
 from sd3_light.sources.records import FileBytes, Record
@@ -91,7 +95,7 @@ def masks_of(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def rejects_of(folder: Path) -> dict[str, str]:
-    lines = (folder / mask.REJECTS).read_text().splitlines()
+    lines = (folder / REJECTS).read_text().splitlines()
     return {entry["file"]: entry["reason"].split(":")[0] for entry in map(json.loads, lines)}
 
 
@@ -107,9 +111,14 @@ def middle(text_model: Path, data: Path, prompts: Sequence[str] = TEXT.prompts) 
 def test_every_image_gets_a_mask_that_the_dataset_finds(text_model: Path, data: Path) -> None:
     options = replace(TEXT, threshold=middle(text_model, data))
     (report,) = mask.run(data, str(text_model), options)
-    assert (report.masks, report.written, report.kept, report.is_named) == (data.parent / "masks", 6, 0, True)
-    assert rejects_of(report.masks) == {"broken.png": "not_an_image"}
-    masks = masks_of(report.masks)
+    assert (report.written.folder, report.written.written, report.written.kept, report.is_named) == (
+        data.parent / "masks",
+        6,
+        0,
+        True,
+    )
+    assert rejects_of(report.written.folder) == {"broken.png": "not_an_image"}
+    masks = masks_of(report.written.folder)
     assert sorted(masks) == sorted(NAMES)
     for number, name in enumerate(NAMES):
         assert masks[name].shape == (18, 20 + number)
@@ -167,13 +176,13 @@ def test_masks_that_exist_are_kept(text_model: Path, data: Path) -> None:
     drawn.save(data.parent / "masks" / "2.webp")
     (data.parent / "masks" / "2.png").unlink()
     (report,) = mask.run(data, str(text_model), replace(options, batch=1))
-    assert (report.written, report.kept) == (2, 4)
+    assert (report.written.written, report.written.kept) == (2, 4)
     masks = masks_of(data.parent / "masks")
     assert (masks["0"] == 7).all()
     assert "2" not in masks
     assert all(np.array_equal(masks[name], whole[name]) for name in NAMES if name not in ("0", "2"))
     (report,) = mask.run(data, str(text_model), options, overwrite=True)
-    assert (report.written, report.kept) == (6, 0)
+    assert (report.written.written, report.written.kept) == (6, 0)
     assert np.array_equal(masks_of(data.parent / "masks")["0"], whole["0"])
 
 
@@ -188,18 +197,18 @@ def test_an_inverted_mask_is_the_rest(text_model: Path, data: Path) -> None:
 
 def test_an_image_without_the_object_gets_no_mask(text_model: Path, data: Path) -> None:
     (report,) = mask.run(data, str(text_model), replace(TEXT, threshold=1.0))
-    assert report.written == 0
-    assert set(rejects_of(report.masks).values()) == {"empty_mask", "not_an_image"}
+    assert report.written.written == 0
+    assert set(rejects_of(report.written.folder).values()) == {"empty_mask", "not_an_image"}
     (report,) = mask.run(data, str(text_model), replace(TEXT, threshold=0.0))
-    assert (report.written, rejects_of(report.masks)) == (6, {"broken.png": "not_an_image"})
+    assert (report.written.written, rejects_of(report.written.folder)) == (6, {"broken.png": "not_an_image"})
     (report,) = mask.run(data, str(text_model), replace(TEXT, threshold=1.0), overwrite=True)
-    assert (report.written, masks_of(report.masks)) == (0, {})
+    assert (report.written.written, masks_of(report.written.folder)) == (0, {})
 
 
 def test_a_folder_needs_no_dataset_toml(text_model: Path, data: Path) -> None:
     (report,) = mask.run(data.parent / "images", str(text_model), replace(TEXT, threshold=0.0))
-    assert (report.masks, report.is_named) == (data.parent / "images-masks", False)
-    assert len(masks_of(report.masks)) == 6
+    assert (report.written.folder, report.is_named) == (data.parent / "images-masks", False)
+    assert len(masks_of(report.written.folder)) == 6
 
 
 def test_classes_are_found_by_name_and_all_but_the_background_without_one(
@@ -250,3 +259,39 @@ def test_what_cannot_be_used_is_named(
     data.write_text(text.replace('mask_path = "masks"', 'mask_path = "s3://bucket/masks"'))
     with pytest.raises(UserError, match="masks are written to a folder on disk"):
         mask.run(data, str(text_model), TEXT)
+
+
+def test_the_command_names_empty_and_full_masks_and_shows_some(
+    text_model: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planes = {20: 0.0, 21: 1.0, 22: 0.25}
+
+    def found(self: Any, images: Sequence[Image.Image], prompt: str) -> list[torch.Tensor]:
+        result = []
+        for image in images:
+            plane = torch.zeros(image.height, image.width, dtype=torch.bool)
+            plane.view(-1)[: round(planes.get(image.width, 0.5) * plane.numel())] = True
+            result.append(plane)
+        return result
+
+    monkeypatch.setattr(mask._TextFinder, "_found", found)
+    page = data.parent / "page.html"
+    arguments = ["mask", str(data), "--model", str(text_model), "--prompt", "a dog", "--page", str(page)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    lines = [line for line in result.output.splitlines() if "mask" in line or "covered" in line or "found" in line]
+    covers = (1 + 0.25 + 3 * 0.5) / 5
+    assert f"wrote 5 masks, kept 0; new ones cover {covers:.0%} of their images" in result.output, lines
+    assert "nothing found in 1 image: 0.png" in lines
+    assert "everything covered in 1 image: 1.png" in lines
+    assert any(line.startswith("2 images without a mask: see ") for line in lines)
+    shown = page.read_text()
+    assert shown.count("<article") == 5
+    assert "tinted: excluded from training" in shown
+
+
+def test_a_model_that_needs_another_input_is_refused(data: Path, tmp_path: Path) -> None:
+    transformers.OneFormerConfig().save_pretrained(tmp_path / "oneformer")
+    save_file({}, tmp_path / "oneformer/model.safetensors")
+    with pytest.raises(UserError, match="a oneformer; use a CLIPSeg, or a model with classes"):
+        mask.run(data, str(tmp_path / "oneformer"), MaskOptions())

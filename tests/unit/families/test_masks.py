@@ -1,5 +1,6 @@
 """Masks of every stock family: from a folder to the cache, and from the cache to the loss and the weights."""
 
+import copy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from sd3_light.core.registry import family_named, family_of
 from sd3_light.data.manifest import SHARDS, Manifest
 from sd3_light.data.reader import ShardReader
 from sd3_light.data.shards import read_origins
+from sd3_light.flow.objective import inside_and_outside
 from sd3_light.sources.preprocess import decode_mask
 from sd3_light.train.verb import Resume
 from tests.families import deep_compression_vae
@@ -71,6 +73,28 @@ def test_the_loss_is_averaged_over_the_mask(tiny: Tiny, tmp_path: Path) -> None:
     assert losses["each"].tolist() == pytest.approx(expected, rel=1e-5)
     assert torch.equal(ones["each"], without["each"])
     assert torch.equal(hidden["each"], losses["each"]), "the loss depends on what the mask excludes"
+
+
+def outside(tiny: Tiny, weight: float) -> Tiny:
+    changed = copy.copy(tiny)
+    model = tiny.config.model.model_copy(update={"outside_mask_weight": weight})
+    changed.config = tiny.config.model_copy(update={"model": model})
+    return changed
+
+
+def test_what_is_outside_of_the_mask_counts_as_much_as_the_config_says(tiny: Tiny, tmp_path: Path) -> None:
+    masked = batch_of(tiny, tmp_path / "masked", masked=True)
+    weighted = batch_of(outside(tiny, 0.25), tmp_path / "weighted", masked=True)
+    assert float(masked["mask"].min()) < 0.1 < 0.9 < float(masked["mask"].max())
+    torch.testing.assert_close(weighted["mask"], 0.25 + 0.75 * masked["mask"])
+    assert torch.equal(weighted["target"], masked["target"])
+
+
+def test_white_areas_have_a_weight_of_exactly_one() -> None:
+    for weight in torch.rand(1000, generator=torch.Generator().manual_seed(0)).tolist():
+        weights = inside_and_outside(torch.tensor([0.0, 1.0]), weight)
+        assert weights.tolist() == pytest.approx([weight, 1.0], rel=1e-6)
+        assert weights[1] == 1
 
 
 # --- the cache -----------------------------------------------------------------------------------

@@ -65,6 +65,26 @@ def test_only_tokens_that_run_through_the_block_count() -> None:
     assert second < 1e-6
 
 
+def test_places_that_the_mask_excludes_do_not_count() -> None:
+    values = features()
+    tokens = tokens_of(values)
+    tokens[:, 5] *= -1
+    mask = torch.ones(SIZE, 2 * ROWS, 2 * COLUMNS)  # four latent pixels per token
+    mask[0, 2:, 4:] = 0
+    mask[1, 2, 4:] = 0
+    losses = loss(aligned(), tokens, teacher=values, mask=mask)
+    assert losses.tolist() == pytest.approx([0.0, 2 * 0.5 / 5.5], abs=1e-6)
+
+
+def test_a_sample_whose_routed_tokens_are_all_excluded_has_no_loss() -> None:
+    values = features()
+    kept = torch.tensor([[5], [5]], dtype=torch.int32)
+    tokens = -tokens_of(values)[:, 5:]
+    mask = torch.ones(SIZE, 2 * ROWS, 2 * COLUMNS)
+    mask[0, 2:, 4:] = 0
+    assert loss(aligned(), tokens, teacher=values, kept=kept, mask=mask).tolist() == pytest.approx([0.0, 2.0])
+
+
 def test_a_token_that_all_blocks_get_is_compared_though_others_are_routed() -> None:
     values = features()
     kept = torch.tensor([[0], [1]], dtype=torch.int32)

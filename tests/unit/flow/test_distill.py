@@ -63,6 +63,23 @@ def test_the_guided_velocity_is_learnt_at_the_batch_s_own_times() -> None:
     torch.testing.assert_close(loss, expected.square().flatten(1).mean(1))
 
 
+@pytest.mark.parametrize(
+    "objective", [GuidanceDistillation(3.0), StepDistillation(lambda _: torch.tensor([1.0, 0]), 2)]
+)
+def test_what_a_mask_excludes_is_not_taught(objective: GuidanceDistillation) -> None:
+    mask = torch.ones(4, 4, 4)
+    mask[:, 1:] = 0
+    drawn = objective.draw(Linear(1.0), batch().with_values({"mask": mask}))
+    hidden = drawn["taught"].clone()
+    hidden[:, :, 1:] += 100
+    out = Prediction(torch.zeros(SHAPE))
+    losses = [
+        objective.losses(out, drawn.with_values({"taught": taught}))["distill"] for taught in (drawn["taught"], hidden)
+    ]
+    assert torch.equal(*losses)
+    torch.testing.assert_close(losses[0], drawn["taught"][:, :, 0].square().flatten(1).mean(1))
+
+
 def test_a_scale_of_one_takes_no_pass_without_text() -> None:
     teacher = Linear(1.0)
     GuidanceDistillation(1.0).draw(teacher, batch())

@@ -45,6 +45,24 @@ def test_the_loss_is_the_velocity_error_at_the_drawn_time() -> None:
     assert FlowMatchSFTLoss()(perfect(inputs, "latents"), inputs).abs().max() < 1e-10
 
 
+def test_a_mask_has_a_value_per_latent_pixel_and_a_weight_outside() -> None:
+    mask = torch.zeros(3, 4, 4)
+    mask[:, :, :2] = 1
+    inputs = batch(mask=mask)
+    error = torch.tensor([1.0, 1, 3, 3]).expand(SHAPE)
+
+    def denoise(noisy: Tensor, t: Tensor, values: Any) -> Tensor:
+        return inputs["noise"] - inputs["latents"] + error
+
+    assert FlowMatchSFTLoss()(denoise, inputs).tolist() == pytest.approx([1.0] * 3)
+    outside = FlowMatchSFTLoss(outside_mask_weight=0.25)(denoise, inputs)
+    assert outside.tolist() == pytest.approx([(1 + 0.25 * 9) / 1.25] * 3)
+    with pytest.raises(UserError, match=r"a mask of \(2, 2\) does not fit latents of \(4, 4\); .* vae_factor"):
+        FlowMatchSFTLoss()(denoise, batch(mask=torch.ones(3, 2, 2)))
+    with pytest.raises(UserError, match="outside_mask_weight"):
+        FlowMatchSFTLoss(outside_mask_weight=1.5)
+
+
 @pytest.mark.parametrize(
     ("shape", "patch_size", "tokens"),
     [

@@ -219,6 +219,22 @@ class Tiny(DiffusionTrainingModule):
         return velocity
 
 
+def test_masks_fit_a_vae_of_another_factor(folder: Path, tmp_path: Path) -> None:
+    masks = tmp_path / "masks"
+    masks.mkdir()
+    mask = Image.new("L", (96, 48), 0)
+    mask.paste(255, (0, 0, 48, 48))
+    mask.save(masks / "0.png")
+    data = ImageFolder(folder, mask_path=str(masks), vae_factor=16, catalogue=tmp_path / "catalogue", **KEYS)
+    items = {data[index]["prompt"]: data[index] for index in range(len(data))}
+    assert items["image 0"]["mask"].tolist() == [[1, 1, 0, 0]] * 2
+    assert items["image 4"]["mask"].shape == (2, 2)
+    with pytest.raises(UserError, match="vae_factor = 64 does not divide the sides of a bucket"):
+        ImageFolder(folder, vae_factor=64, **KEYS)
+    with pytest.raises(UserError, match="vae_factor is 0; give the pixels of a latent pixel's side"):
+        ImageFolder(folder, vae_factor=0, **KEYS)
+
+
 def test_a_task_trains_on_a_folder_in_one_stage_or_two(folder: Path, tmp_path: Path) -> None:
     data = ImageFolder(folder, num_workers=0, **KEYS)
     settings: dict[str, Any] = {"num_workers": 0, "batch_size": 2, "num_epochs": 2, "engine": "torch"}
