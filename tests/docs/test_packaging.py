@@ -106,4 +106,4 @@ def test_the_job_files_of_the_page_are_valid() -> None:
         for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
         for part in yaml.safe_load_all(block)
     ]
-    assert kinds == ["Service", "Job", "Job", "RayJob"]
+    assert kinds == ["Service", "Job", "Job", "Job", "RayJob"]
