@@ -20,7 +20,8 @@ MINUTES ?= 5
 # extra arguments for pytest: make test ARGS="tests/unit/data -k order"
 ARGS ?=
 
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10
+# the time of every test lies in durations.xml
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10 --junitxml=durations.xml
 # keep the collection order: heavy folders first, light ones last
 PARALLEL := -n $(WORKERS) --no-loadscope-reorder
 
@@ -67,7 +68,7 @@ install: ## recreate the environment: make install [PYTHON=...] [TORCH=...] [TOR
 	@$(MAKE) --no-print-directory $(VENV)/.dev-installed
 
 clean: ## remove caches, build output and the demo run
-	rm -rf build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis demo_run fuzz-failures
+	rm -rf build dist site durations.xml *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis demo_run fuzz-failures
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean ## clean, and also remove the environment

@@ -28,6 +28,8 @@ FOLDERS = ("unit", "distributed", "e2e", "gpu", "docs", "fuzz")
 TEMPORARY_BYTES = 12 * 2**30
 """More than what all tests write, and what their processes need beside it."""
 
+FEW_OBJECTS = 50_000
+
 
 def pytest_configure() -> None:
     """Keep temporary files in memory where there is plenty: most tests write and sync many small files.
@@ -44,6 +46,14 @@ def pytest_configure() -> None:
 def pytest_collection_finish() -> None:
     """Leave what exists by now out of garbage collections, which the package asks for and which get slow."""
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_garbage_collections() -> None:
+    """Leave out, too, what was imported and cached since: every cache and every run collects garbage a few times."""
+    if len(gc.get_objects()) > FEW_OBJECTS:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
