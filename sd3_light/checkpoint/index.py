@@ -80,13 +80,11 @@ def read_index(folder: Path) -> Index:
             f"{folder} is not a complete checkpoint ({INDEX}: {reason}); choose another `step-*` folder"
         ) from error
     version = content.get("format") if isinstance(content, dict) else None
-    if version == 1:
-        raise UserError(
-            f"checkpoint {folder} is from an older version (format 1, this version reads {FORMAT}); "
-            "resume from another, or continue with the version that wrote it"
-        )
     if version != FORMAT:
-        raise UserError(f"checkpoint {folder} has format {version}, this version reads {FORMAT}; resume from another")
+        raise UserError(
+            f"checkpoint {folder} has format {version}, this version reads {FORMAT}; continue with the version that "
+            "wrote it, or start a new run from its export"
+        )
     if content.pop("sha256", None) != _digest(content):
         raise damaged(folder, INDEX, "wrong hash")
     try:

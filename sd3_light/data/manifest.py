@@ -25,7 +25,7 @@ from sd3_light.inputs import INDEX_BYTES, TEXT_BYTES, is_inner_path, parse_json,
 from sd3_light.system import available_memory
 
 CACHE_FORMAT = 5
-"""Format of manifests and shards. Earlier formats have no fingerprints of columns and images."""
+"""Format of manifests and shards."""
 TABLE_SHARDS = 10_000
 """Most shards that `manifest.json` itself lists."""
 MANIFEST = "manifest.json"

@@ -112,7 +112,7 @@ def write_shard(
     about = {"bucket": entry.bucket, "fingerprint": entry.fingerprint, "columns": declared, **precision}
     columns = {name: [getattr(origin, name) for origin in origins] for name in Origin.__dataclass_fields__}
     lists = {name: list(map(list, columns[name])) for name in _LISTS}
-    if not any(lists[REFERENCES]):  # as in shards of earlier versions
+    if not any(lists[REFERENCES]):
         del columns[REFERENCES], lists[REFERENCES]
     rows = {**columns, "sample_id": content.sample_id.tolist(), **lists}
     complete = asdict(replace(entry, count=len(origins)))

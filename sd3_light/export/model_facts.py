@@ -15,6 +15,7 @@ from sd3_light.core.columns import named_bucket
 from sd3_light.core.start import WeightsStart
 from sd3_light.data.order import Order
 from sd3_light.data.shard_table import BucketShards
+from sd3_light.formats import listed
 from sd3_light.sources.buckets import SIDE_STEP
 
 TRAINED_AT = "trained_at"
@@ -38,13 +39,12 @@ class ModelFacts:
 
     @staticmethod
     def of(saved: Checkpoint) -> "ModelFacts":
-        """Return the facts of a checkpoint or snapshot. Raises UserError if an earlier version wrote it."""
-        names = {field.name for field in fields(ModelFacts)}
-        table = saved.table("model") if "model" in saved.facts else {}
-        if table.keys() != names:
+        """Return the facts of a checkpoint or snapshot; those that it does not name have their defaults."""
+        table = ModelFacts().as_dict() | saved.table("model")
+        if unknown := sorted(table.keys() - {field.name for field in fields(ModelFacts)}):
             raise UserError(
-                f"{saved.path} was written by an earlier version, whose models this one does not know; use the version "
-                "that wrote it, or start again with --restart"
+                f"{saved.path} was written by a later version, with a model whose {listed(unknown)} this one does not "
+                "know; use the version that wrote it, or start again with --restart"
             )
         for name, is_valid in _VALID.items():
             if not is_valid(table[name]):

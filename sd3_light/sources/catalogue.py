@@ -454,8 +454,7 @@ def write_part(path: Path, rows: Sequence[InputRow]) -> None:
 
 
 def _from_table(table: Any) -> list[InputRow]:
-    lists = [name for name in _LISTS if name in table.column_names]  # a part of an earlier version has no references
-    return [InputRow(**{**values, **{name: tuple(values[name]) for name in lists}}) for values in table.to_pylist()]
+    return [InputRow(**{**values, **{name: tuple(values[name]) for name in _LISTS}}) for values in table.to_pylist()]
 
 
 def _num_rows(path: Path) -> int:

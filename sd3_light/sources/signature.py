@@ -74,7 +74,7 @@ def signature(directory: DirectoryConfig, index: int) -> str:
     if directory.exclude is not None:
         prefix = f"{directory.name}#{index}/"
         total += sum(_hash(f"excluded {key}") for key in read_exclusions(directory.exclude) if key.startswith(prefix))
-    if directory.where:  # absent from the signatures of earlier versions
+    if directory.where:
         total += _hash(f"setting where\0{directory.where}")
     media = media_of(directory)
     total += _hash(f"media {media.name}") if media is not IMAGES else 0

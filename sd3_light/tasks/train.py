@@ -52,7 +52,7 @@ from sd3_light.train.driver import Driver, HookSchedule, RunHooks
 from sd3_light.train.idle import DeviceGaps, IdleAdvice, watch_updates
 from sd3_light.train.loop import Run, every
 from sd3_light.train.meter import Meter
-from sd3_light.train.resume import NOISE, load_averages
+from sd3_light.train.resume import load_averages
 from sd3_light.train.teacher import start_of_adapter, teach_by_average
 
 _DAMAGED_REMEDY = "restore one from a copy, or choose another output_path"
@@ -199,7 +199,7 @@ def _make_driver(task: TaskCall, stack: ExitStack) -> Driver:
         folder=task.folder,
         hooks=hooks.run_hooks(),
         schedule=_make_schedule(settings, task.logger, order.steps_per_epoch),
-        facts={"order": order_facts(order), "noise": NOISE},
+        facts={"order": order_facts(order)},
         keep_last=settings.keep_last_n_checkpoints,
         out_of_memory=TASK_OUT_OF_MEMORY,
         resume_hint="resume=True",
@@ -289,8 +289,6 @@ def _resume(driver: Driver) -> dict[str, Any] | None:
     saved = open_checkpoint(path)
     if saved.facts["order"] != driver.facts["order"]:
         raise UserError(f"{path} was trained on other data, in other batches or with another seed; restore them")
-    if saved.facts.get("noise") != NOISE:
-        raise UserError(f"{path} was trained with the noise of an earlier version; start again in another output_path")
     saved.load_into(run.engine.pieces())
     load_averages(saved, run.engine, run.averages)
     run.progress = saved.progress

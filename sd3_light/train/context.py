@@ -37,7 +37,6 @@ from sd3_light.train.resume import (
     config_in_force,
     keep_position_table,
     progress_in_force,
-    require_noise,
 )
 
 
@@ -184,12 +183,10 @@ def open_context(
     groups = start_process_group(launch, device, train.dist_timeout_sec, all_write)
     path = groups.decide_on_rank_0(lambda: choose_checkpoint(folder.path, resume))
     resumed = None if path is None else open_checkpoint(path)
-    require_noise(resumed)
     start = keep_position_table(start, resumed)
     config = config_in_force(train, start, resumed, resume)
     share = launch.data_launch(config.pipeline_stages)
     order = make_order(data, loaded, share)
-    # one machine keeps the order in which earlier versions distributed samples
     by_segment: bool = groups.decide_on_rank_0(lambda: launch.spans_machines)
     cost = family_of(config.model).cost(start, config.model)
     process = TrainingProcess(launch, device, groups, by_deepspeed)

@@ -39,8 +39,6 @@ _DAMAGED_REMEDY = (
     "restore one from a copy, resume from another with --resume-from PATH, or start from the beginning with --restart"
 )
 _MOST_CHANGES = 8
-NOISE = "table"
-"""How a sample's stream becomes normals, as checkpoints say it: `randomness.fill_normals`."""
 _RATE_KEYS = ("lr_scheduler", "warmup_steps", "lr_step_size", "lr_step_gamma")
 
 
@@ -161,16 +159,6 @@ def progress_in_force(resumed: Checkpoint | None, resume: Resume | None) -> Prog
     return replace(progress, position=0) if resume is not None and resume.reset_dataloader else progress
 
 
-def require_noise(resumed: Checkpoint | None) -> None:
-    """Raise unless the run that is resumed makes its noise as this version does."""
-    if resumed is not None and (noise := resumed.facts.get("noise")) != NOISE:
-        made = "the noise of an earlier version" if noise is None else f"noise {noise!r:.80}"
-        raise UserError(
-            f"{resumed.path} was trained with {made}, which this version cannot make; use the version that wrote it, "
-            "or start again with --restart"
-        )
-
-
 def keep_position_table(start: WeightsStart, resumed: Checkpoint | None) -> WeightsStart:
     """Return where the weights start, with the position table of the run that is resumed."""
     if resumed is None:
@@ -233,7 +221,6 @@ def review_changes(loaded: LoadedConfig, start: WeightsStart) -> ResumeReview | 
     saved = open_checkpoint(path)
     written = [each for each in changed_keys(loaded, saved) if " = not set (was " not in each]
     try:
-        require_noise(saved)
         config = config_in_force(loaded.train, keep_position_table(start, saved), saved, resume)
         folder = loaded.dataset.cache_dir
         if isinstance(folder, Path) and (folder / MANIFEST).is_file():

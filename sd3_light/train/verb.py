@@ -43,7 +43,6 @@ from sd3_light.train.measurement import Measurer, caption_requests
 from sd3_light.train.memory_hint import memory_hint
 from sd3_light.train.meter import Meter
 from sd3_light.train.resume import (
-    NOISE,
     Resume,
     changed_keys,
     is_own_checkpoint,
@@ -150,7 +149,6 @@ def _checkpoint_facts(context: RunContext) -> dict[str, Any]:
     return {
         "order": order_facts(context.order),
         "settings": rate_settings(context.config),
-        "noise": NOISE,
         "model": context.model_facts.as_dict(),
     }
 

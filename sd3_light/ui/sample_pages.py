@@ -131,9 +131,7 @@ def _add_run(row: RunRow, matrix: SampleMatrix, notes: list[str]) -> None:
         if grids:
             matrix.series.append({"run": name, "id": row.id, "weights": weights, "grids": grids})
     if without_cells:
-        notes.append(
-            f"{name}: {without_cells} grids are missing, or an earlier version wrote them; see the run's page."
-        )
+        notes.append(f"{name}: {without_cells} grids are missing or damaged; see the run's page.")
 
 
 def _grid(row: RunRow, event: LogEvent, matrix: SampleMatrix) -> list[Any] | None:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from sd3_light.checkpoint.index import INDEX, read_index
 from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config.faults import UserError
@@ -144,21 +143,6 @@ def test_a_resumed_run_equals_the_uninterrupted_run(
     assert len(resumed) == STEPS - step
     assert resumed == numbers(whole, "run", step)
     assert_same_checkpoint(checkpoint(project, STEPS, "resumed"), checkpoint(whole, STEPS))
-
-
-def test_a_checkpoint_with_unknown_noise_is_rejected(whole: Project, project: Project) -> None:
-    copy = project.folder / "copy" / checkpoint_name(3)
-    shutil.copytree(checkpoint(whole, 3), copy)
-    index = read_index(copy)
-    assert index.facts["noise"] == "table"
-    index.facts["noise"] = ["sobol"]
-    (copy / INDEX).write_text(index.to_json())
-    with pytest.raises(UserError, match=r"was trained with noise \['sobol'\], which this version cannot make"):
-        project.train(*settings(), resume=Resume(copy))
-    del index.facts["noise"]
-    (copy / INDEX).write_text(index.to_json())
-    with pytest.raises(UserError, match=r"with the noise of an earlier version, .* start again with --restart"):
-        project.train(*settings(), resume=Resume(copy))
 
 
 def test_resuming_without_a_checkpoint_starts_the_run(whole: Project, project: Project) -> None:

@@ -199,11 +199,10 @@ def test_only_temporary_files_of_ended_processes_are_removed(tmp_path: Path, dea
     now = time.time()
     mine = tmp_path / f".a~b.safetensors.{machine()}~{os.getpid()}~0.tmp"
     killed = tmp_path / f".a.safetensors.{machine()}~{dead}~0.tmp"
-    killed_before_upgrade = tmp_path / f".a.safetensors~{machine()}~{dead}~1.tmp"  # named as older versions did
     elsewhere = tmp_path / f".b.safetensors.elsewhere~{dead}~0.tmp"
     ancient = tmp_path / ".c.safetensors.elsewhere~1~0.tmp"
     shard = tmp_path / "d.safetensors"
-    for path in (mine, killed, killed_before_upgrade, elsewhere, ancient, shard):
+    for path in (mine, killed, elsewhere, ancient, shard):
         path.touch()
     os.utime(ancient, (now - 90_000, now - 90_000))
     os.utime(shard, (0, 0))

@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from sd3_light.config.base import is_url
@@ -33,8 +33,7 @@ def opened(cache: str, cards: int, seed: int) -> Iterator[tuple[Path, int | None
         (folder / SHARDS).mkdir(parents=True)
         manifest.save(folder)
         (folder / REJECTS_FILE).write_bytes(read_remote(f"{url}/{REJECTS_FILE}"))
-        with suppress(FileNotFoundError):  # a cache of an earlier version has none
-            (folder / DUPLICATES_FILE).write_bytes(read_remote(f"{url}/{DUPLICATES_FILE}"))
+        (folder / DUPLICATES_FILE).write_bytes(read_remote(f"{url}/{DUPLICATES_FILE}"))
         entries = {entry.file: entry for entry in _needed(manifest, cards, seed)}
         with progress("downloading shards", len(entries), "shards") as bar:
             for file, entry in entries.items():

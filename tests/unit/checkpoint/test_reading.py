@@ -234,9 +234,6 @@ def test_an_invalid_index_is_a_user_error(saved: Path, content: bytes) -> None:
 def test_other_formats_are_reported(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nowhere is not a complete checkpoint \(index.json: No such file"):
         open_checkpoint(tmp_path / "nowhere")
-    (saved / INDEX).write_text(json.dumps({"format": 1, "facts": {}, "shapes": {}, "files": {}}))
-    with pytest.raises(UserError, match="is from an older version"):
-        open_checkpoint(saved)
     (saved / INDEX).write_text(json.dumps({"format": 99}))
     with pytest.raises(UserError, match="has format 99, this version reads 2"):
         open_checkpoint(saved)

@@ -540,14 +540,6 @@ def test_an_objective_of_the_core_trains_a_task(tmp_path: Path) -> None:
     assert alone == pytest.approx(plain)
 
 
-def test_a_task_of_another_noise_is_not_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr("sd3_light.tasks.train.NOISE", "another")
-        run(tmp_path, max_steps=1)
-    with pytest.raises(UserError, match="was trained with the noise of an earlier version; start again in another"):
-        run(tmp_path, resume=True)
-
-
 def test_the_export_verb_names_the_file_of_a_script(tmp_path: Path) -> None:
     run(tmp_path / "run", max_steps=1)
     with pytest.raises(UserError, match=r"is the run of a script, whose logger saved step-1.safetensors there"):

@@ -3,7 +3,6 @@
 import json
 import shutil
 import tomllib
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from diffusers import SD3Transformer2DModel
 from sd3_light.check import verb as check
 from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.config import SIZES
-from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
 from sd3_light.evaluate import verb as evaluate
 from sd3_light.export.model_facts import ModelFacts
@@ -145,20 +143,6 @@ def test_a_resumed_run_keeps_its_kind_of_shift(tuning: Project, key: str, capfd:
     train.run(tuning.load("max_steps=4"), resume=Resume())
     assert f"using the checkpoint's model.{key} = true: a run keeps the values" in capfd.readouterr().err
     assert tuning.losses() == whole.losses()
-
-
-def test_a_run_of_an_earlier_version_is_refused(tuning: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its checkpoints do not name the values that it began with."""
-
-    def earlier_facts(facts: ModelFacts) -> dict[str, Any]:
-        return {key: value for key, value in asdict(facts).items() if key in ("position_step", "trained_at")}
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ModelFacts, "as_dict", earlier_facts)
-        train.run(tuning.load("max_steps=2"))
-    with pytest.raises(UserError, match=r"was written by an earlier version, .* start again with --restart"):
-        train.run(tuning.load("max_steps=4"), resume=Resume())
-    train.run(tuning.load("max_steps=3"), resume=Resume(restart=True))
 
 
 def test_validation_of_a_model_uses_the_same_shift(tuning: Project) -> None:

@@ -270,12 +270,12 @@ def test_a_cell_is_the_image_of_its_prompt_and_seed(runs: Path) -> None:
             assert image.convert("RGB").getcolors() == [(128 * 96, (20, 10 * number, 0))]
 
 
-def test_grids_of_earlier_versions_are_noted(tmp_path: Path) -> None:
+def test_grids_without_places_are_noted(tmp_path: Path) -> None:
     run = write_run(tmp_path / "old", cells=False)
     (run / "samples" / "step-00000010.png").unlink()
     write_grid(run / "samples" / "step-00000040.png", 40)
     page = ParsedPage(samples_page(Folders([tmp_path]), [folder_id(run)]))
-    assert "old: 3 grids are missing, or an earlier version wrote them" in page.text
+    assert "old: 3 grids are missing or damaged" in page.text
     assert [len(series["grids"]) for series in matrix_of(page)["series"]] == [1]
 
 
