@@ -13,7 +13,7 @@ from tests.project import Project
 from tests.unit.train.test_train_preferences import write_start
 from tests.unit.train.test_training_adapter import write_adapter
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 STEPS, SAVED = 4, 2
 WIDTH = SIZES["tiny2"].width
 SHARED = ("objective.distill.guidance=3.0", "model.uncond_text='empty'", "gradient_clipping=0.5", "ema.enable=true")

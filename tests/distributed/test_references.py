@@ -11,7 +11,7 @@ from sd3_light.world.edits import AFTER, BEFORE, draw_edits, write_edits
 from tests.distributed.layouts import DDP, FSDP2, HAS_DEEPSPEED, ONE, PIPE, ZERO2, Job, Layout, launch
 from tests.project import Project
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 STEPS, SAVED = 4, 2
 LAYOUTS = (DDP, FSDP2, *((ZERO2, PIPE) if HAS_DEEPSPEED else ()))
 KEYS = ("model.references=2", "model.reference_dropout_prob=0.3", "gradient_clipping=0.5", "ema.enable=true")

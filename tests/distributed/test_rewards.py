@@ -12,7 +12,7 @@ from tests.project import Project
 from tests.unit.train.test_train_preferences import write_start
 from tests.unit.train.test_train_rewards import PROMPTS, REWARD
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 STEPS, SAVED = 5, 2
 KEYS = (f"max_steps={STEPS}", "checkpoint_every_n_steps=1", "reward.kl=0.1", "gradient_clipping=0.5")
 ODD = ("reward.prompts_per_draw=3", "reward.images_per_prompt=3")

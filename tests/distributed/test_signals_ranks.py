@@ -47,6 +47,7 @@ def test_a_signal_to_one_rank_stops_both_after_the_same_step(project: Project) -
     assert [process for process in processes.values() if is_alive(process)] == []
 
 
+@pytest.mark.slow
 def test_a_killed_worker_of_one_rank_stops_both_with_a_saved_step(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,37 +9,32 @@ from tests.families import make_pipeline
 from tests.project import Project
 from tests.stock_project import LORA, write_project
 
-SHARDED = (DDP, FSDP2, *((ZERO1, ZERO2) if HAS_DEEPSPEED else ()))
+SHARDED = {"full": (DDP, FSDP2, *((ZERO1, ZERO2) if HAS_DEEPSPEED else ())), "lora": (DDP, FSDP2)}
 KEYS = ("eval_every_n_steps=2", "max_steps=3", "checkpoint_every_n_steps=100")
 
 
+@pytest.fixture(scope="module", params=[pytest.param("full", marks=pytest.mark.slow), "lora"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    folder = tmp_path_factory.mktemp("stock")
+def project(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Project:
+    folder = tmp_path_factory.mktemp(kind)
     make_pipeline("flux").save_pretrained(folder / "model")
     project = write_project(folder, folder / "model")
-    lora = folder / "lora.toml"
-    lora.write_text(project.train_toml.read_text() + LORA.replace("dropout = 0.1", ""))
-    tomls = {"full": project.train_toml, "lora": lora}
-    for layouts in ((ONE,), SHARDED):
-        kinds = {"full": layouts, "lora": layouts[:2]}
-        jobs = [
-            Job(str(tomls[kind]), f"{kind}-{layout.name}", layout, KEYS)
-            for kind, some in kinds.items()
-            for layout in some
-        ]
-        launch(jobs, folder)
+    if kind == "lora":
+        project.train_toml.write_text(project.train_toml.read_text() + LORA.replace("dropout = 0.1", ""))
+    for layouts in ((ONE,), SHARDED[kind]):
+        launch([Job(str(project.train_toml), layout.name, layout, KEYS) for layout in layouts], folder)
     return project
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
 def test_processes_train_like_one(project: Project, kind: str) -> None:
-    alone = project.losses(f"{kind}-one")
+    alone = project.losses("one")
     assert list(alone) == [1, 2, 3]
-    evaluated = [event["flow"] for event in project.events("eval", f"{kind}-one")]
-    runs = [path.name for path in Path(project.folder).glob(f"{kind}-*") if path.name != f"{kind}-one"]
-    assert len(runs) == (len(SHARDED) if kind == "full" else 2)
-    for run in runs:
-        assert project.losses(run) == pytest.approx(alone, rel=1e-4), run
-        losses = [event["flow"] for event in project.events("eval", run)]
-        assert losses == pytest.approx(evaluated, rel=1e-4), run
+    evaluated = [event["flow"] for event in project.events("eval", "one")]
+    for layout in SHARDED[kind]:
+        assert project.losses(layout.name) == pytest.approx(alone, rel=1e-4), layout
+        losses = [event["flow"] for event in project.events("eval", layout.name)]
+        assert losses == pytest.approx(evaluated, rel=1e-4), layout

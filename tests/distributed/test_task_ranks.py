@@ -91,7 +91,7 @@ def test_two_processes_finish_again_and_stop_together(tmp_path: Path) -> None:
     assert (tmp_path / "stopped" / "checkpoints" / f"step-{stop['step']:08d}").is_dir()
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_custom_forwards_train_by_deepspeed(tmp_path: Path, processes: int) -> None:
     """With the numbers of one process: averages, validation, ZeRO 1 and 2, accumulation, a resume; and by FSDP2."""
     pytest.importorskip("deepspeed")

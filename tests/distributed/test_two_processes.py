@@ -195,6 +195,7 @@ def test_a_checkpoint_belongs_to_the_run_not_to_the_layout(
     assert curve(alone, "back", 10) == pytest.approx(curve(alone, "alone", 10), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_sharded_weights_evaluate_and_sample_like_full_ones(
     fresh_project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,20 +16,19 @@ import torch
 
 from sd3_light.assets import DEMO
 from sd3_light.checkpoint.store import checkpoint_name
-from tests.cases import combinations
 from tests.checkpoints import read_checkpoint
 from tests.e2e.live import TORCHRUN
 from tests.families import PIPELINES
 from tests.journeys import EPOCH, SIDE, SQUARE, STEPS, WIDE, Journey, sd3_words, shards, write_ftfy, write_images
 from tests.stock import save_stock
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 FAMILIES = ("sd3", *PIPELINES)
 WITHOUT_LORA = ("prx",)  # stock pipelines that load no adapter
 EXPORT = f"exports/step-{STEPS:08}"
 
 
-@pytest.fixture(scope="module", params=combinations(FAMILIES, fast=[("flux",)]))
+@pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -145,7 +145,13 @@ def test_an_interrupted_run_resumes_exactly(tuned: Project, monkeypatch: pytest.
     assert file_of(tuned, run="resumed").read_bytes() == file_of(tuned).read_bytes()
 
 
-@pytest.mark.parametrize("keys", [("activation_checkpointing=true",), ()], ids=["recomputed", "saved"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param(("activation_checkpointing=true",), id="recomputed", marks=pytest.mark.slow),
+        pytest.param((), id="saved"),
+    ],
+)
 def test_blocks_in_host_memory_change_no_bit(
     tuned: Project, monkeypatch: pytest.MonkeyPatch, keys: tuple[str, ...]
 ) -> None:

@@ -80,7 +80,10 @@ def test_a_forgotten_file_keeps_its_header_and_takes_no_space(script: Any, tmp_p
     assert torch.equal(load_file(path)["a"], torch.zeros(1 << 20))
 
 
-@pytest.mark.parametrize(("family", "parameters"), PUBLISHED.items())
+@pytest.mark.parametrize(
+    ("family", "parameters"),
+    [pytest.param(*each, marks=pytest.mark.slow if "sd3" in each[0] else ()) for each in PUBLISHED.items()],
+)
 def test_models_have_their_published_sizes(script: Any, family: str, parameters: float) -> None:
     count = script.denoiser_parameters(script.Model(family))
     assert count / 1e9 == pytest.approx(parameters, abs=5e-4)

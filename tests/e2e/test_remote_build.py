@@ -90,6 +90,7 @@ def test_a_broken_build_continues_where_it_stopped(
     assert content(store.get(project.url)) == local_content(cached_project)
 
 
+@pytest.mark.slow
 def test_a_divided_dataset_keeps_its_sides_in_the_store(
     project: RemoteProject, cached_project: Project, store: ObjectStore
 ) -> None:
@@ -167,6 +168,7 @@ def test_a_changed_caption_is_all_that_is_encoded(
     assert not [key for key in built if "reuse-" in key]
 
 
+@pytest.mark.slow
 def test_a_damaged_old_shard_at_a_url_is_not_copied_from(
     project: RemoteProject, cached_project: Project, store: ObjectStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -206,6 +208,7 @@ def test_a_manifest_of_another_run_is_not_overwritten(
     assert json.loads(store.files.cat_file(f"{project.url}/{MANIFEST}"))["counts"]["used"] == 40
 
 
+@pytest.mark.slow
 def test_parts_of_an_array_job(project: RemoteProject, cached_project: Project, store: ObjectStore) -> None:
     project.build(dry_run=True)  # one job lists the bucket for all
     store.requests.clear()

@@ -110,6 +110,7 @@ def test_a_cache_has_buckets_with_frames(trained: Path) -> None:
     assert reasons == {"broken.mp4": "broken_video", "short.mp4": "too_short"}
 
 
+@pytest.mark.slow
 def test_two_builders_write_equal_bytes(trained: Path) -> None:
     run(trained, "cache", "lora.toml", "--set", "cache_dir='two'", "--set", "caching_num_workers=1", by=TORCHRUN)
     alone, together = (Manifest.load(trained / name) for name in ("lora_data.cache", "two"))
@@ -118,6 +119,7 @@ def test_two_builders_write_equal_bytes(trained: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_weights(trained: Path) -> None:
     run(trained, "train", "lora.toml", *KEYS, "--set", "output_dir='half'", "--set", "max_steps=2")
     run(trained, "train", "lora.toml", *KEYS, "--set", "output_dir='half'", "--resume")
@@ -129,6 +131,7 @@ def test_a_resumed_run_has_the_same_weights(trained: Path) -> None:
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
+@pytest.mark.slow
 def test_two_processes_train_like_one(trained: Path) -> None:
     settings = ("--set", "output_dir='both'", "--set", "micro_batch_size_per_gpu=1", "--trust-cache")
     run(trained, "train", "lora.toml", *KEYS, *settings, by=TORCHRUN)

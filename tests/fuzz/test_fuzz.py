@@ -12,7 +12,7 @@ from tests.hostile import Outcome, changes, run_cli, snapshot
 from tests.project import Project
 
 NEED_A_RUN = ("checkpoint_index", "log", "log_pages")
-CASES = 6
+CASES = 3
 
 
 @pytest.fixture(scope="module")
