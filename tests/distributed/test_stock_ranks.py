@@ -1,6 +1,5 @@
 """A stock family on two processes (gloo) trains like one, with every engine."""
 
-from pathlib import Path
 
 import pytest
 
