@@ -3,6 +3,7 @@
     python benchmarks/ablate.py FOLDER [--rows 'rate-*' base ...] [--best 4] [--seeds 1 2] [--lanes 6] [--minutes 9]
                                 [--table benchmarks/ablations.toml] [--tuned ROW] [--results FILE] [--set KEY=VALUE ...]
                                 [--slot-minutes 20] [--show]
+    python benchmarks/ablate.py FOLDER --gains RESULTS... [--rows 'align-*'] [--score 0.9]
 
 FOLDER comes from `world_prepare.py`; rows with a `side` use FOLDER/256px or FOLDER/512px, prepared in the same way.
 Each finished (row, seed) is one line of FOLDER/results.jsonl, or of `--results`, and is skipped the next time, unless
@@ -20,6 +21,11 @@ curve and the result are drawn with the average of the weights; `draws` of a row
 (raw weights, another average, another shift of the sampler), compared with the row itself. The table of all results is
 printed and written to table.md beside the results; `--show` only does that. Minutes of rows that share a GPU do not
 count.
+
+`--gains` reads results of one or several calls, also from several machines of one kind, and prints what a row's base
+needs to reach a score, divided by what the row needs, for each seed that both have: in samples and in minutes. The
+crossing is read between the two points of the curve around the score; minutes are those of training up to there,
+without drawing, and only those of one lane per GPU count.
 """
 
 import argparse
@@ -27,13 +33,11 @@ import fcntl
 import hashlib
 import json
 import math
-import os
 import shutil
 import signal
 import statistics
 import sys
 import time
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,11 +47,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from lanes import mps, run_lanes
-from paired import compare, differences, pooled_seed_variance
+from common.ablations import (
+    MAIN,
+    TARGET,
+    Draw,
+    Row,
+    Table,
+    gain_table,
+    keep_result,
+    markdown,
+    read_results,
+    read_table,
+)
+from common.basics import device_name, options
+from common.lanes import mps, run_lanes
+from common.world import BASE, Bench, ScoredRun, judged, load, start_judges
 from torch import Tensor, nn
-from world_runs import BASE, Bench, ScoredRun, judged, load, start_judges
 
 from sd3_light.config import TrainConfig, UserError
 from sd3_light.config.faults import Stopped
@@ -70,49 +85,9 @@ from sd3_light.world import Prompt
 TABLE = Path(__file__).parent / "ablations.toml"
 RESULTS = "results.jsonl"
 FINAL = "final"
-TARGET = 0.9
-CLOSE_SAMPLES = 100_000
-MAIN = "average"
-"""The draw of every row: the average of the weights, or the weights themselves without one."""
 _BATCH = 64
 _SAVE_SECONDS = 45  # between the lanes' deadline and the end of the command
 _WAIT_SECONDS = 2.0
-
-
-@dataclass(frozen=True)
-class Draw:
-    """How a trained row is drawn: which weights, or an average of which length, and the sampler's shift."""
-
-    weights: str | None = None
-    ema_length: float | None = None
-    shift: float | None = None
-
-
-@dataclass(frozen=True)
-class Row:
-    """One change to another row, as `--set` strings; ``overrides`` are all of them, ``against`` is that row.
-
-    ``init`` is a row whose result is continued, ``side`` the pixels of its images if they are not FOLDER's, ``minutes``
-    an estimate for one seed in its lane. A ``control`` is aligned with features of other images.
-    """
-
-    name: str
-    about: str
-    overrides: tuple[str, ...] = ()
-    against: str | None = None
-    draws: tuple[tuple[str, Draw], ...] = ()
-    init: str | None = None
-    side: int | None = None
-    minutes: float | None = None
-    control: bool = False
-
-
-@dataclass(frozen=True)
-class Table:
-    """The rows of a table file, and the minutes of one that was not measured."""
-
-    rows: Mapping[str, Row]
-    minutes: float = 5.0
 
 
 @dataclass(frozen=True)
@@ -181,7 +156,7 @@ class Ablation:
             "minutes": round(run.seconds / 60, 3), "lane_minutes": round((time.monotonic() - started) / 60, 3),
             "scores": [[entry["samples"], entry["rates"]["all"]] for entry in run.scores],
             "scenes": "hard" if bench.hard else "simple", "side": bench.side,
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+            "device": device_name(),
             "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         }  # fmt: skip
 
@@ -246,45 +221,6 @@ def draw_export(folder: Path, shift: float | None, run: ScoredRun, bench: Bench)
 # --- the rows --------------------------------------------------------------------------------------
 
 
-def read_table(file: Path, tuned: str | None = None) -> Table:
-    """Return the rows of a table file; rows like `tuned` change the row that it, or ``tuned``, names."""
-    raw = tomllib.loads(file.read_text(encoding="utf-8"))
-    entries: Mapping[str, Mapping[str, Any]] = raw["rows"]
-    draws = {name: Draw(**entry) for name, entry in raw.get("draws", {}).items()}
-    tuned = tuned or raw.get("tuned")
-    rows: dict[str, Row] = {}
-
-    def resolve(name: str, seen: tuple[str, ...] = ()) -> Row:
-        if name not in entries or name in seen:
-            raise UserError(f"{file}: no row {name!r}, or it is like itself; it has {', '.join(entries)}")
-        if name not in rows:
-            rows[name] = make(name, entries[name], (*seen, name))
-        return rows[name]
-
-    def make(name: str, entry: Mapping[str, Any], seen: tuple[str, ...]) -> Row:
-        named = {key: tuned if entry.get(key) == "tuned" else entry.get(key) for key in ("like", "against")}
-        like = named["like"]
-        parent = None if like is None else resolve(like, seen)
-        against = named["against"]
-        if against is None:
-            against = like or ("base" if name != "base" and "base" in entries else None)
-        return Row(
-            name,
-            entry.get("about", ""),
-            (*(() if parent is None else parent.overrides), *entry.get("set", ())),
-            against or None,
-            tuple((draw, draws[draw]) for draw in entry.get("draws", ())),
-            entry.get("init"),
-            entry.get("side", None if parent is None else parent.side),
-            entry.get("minutes"),
-            entry.get("control", False),
-        )
-
-    for name in entries:
-        resolve(name)
-    return Table({name: rows[name] for name in entries}, raw.get("minutes", Table.minutes))
-
-
 def select(
     folder: Path, table: Table, args: argparse.Namespace, results: Sequence[Mapping[str, Any]]
 ) -> list[Ablation]:
@@ -321,83 +257,6 @@ def best(names: Sequence[str], results: Sequence[Mapping[str, Any]], count: int)
     if missing := [name for name, values in ends.items() if not values]:
         raise UserError(f"--best needs a result of every row; none of {', '.join(missing)}")
     return sorted(names, key=lambda name: -statistics.mean(ends[name]))[:count]
-
-
-def read_results(file: Path) -> list[dict[str, Any]]:
-    """Return the results so far; a later line of the same row and seed replaces an earlier one.
-
-    A line that was cut when its machine was lost is left out.
-    """
-    kept: dict[tuple[str, int], dict[str, Any]] = {}
-    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue
-        kept[entry["row"], entry["seed"]] = entry
-    return list(kept.values())
-
-
-# --- the table -------------------------------------------------------------------------------------
-
-
-def markdown(results: Sequence[Mapping[str, Any]], table: Table, more: Sequence[str] = ()) -> str:
-    """Return the table of the results: a line per row, and one per draw of it."""
-    current: dict[str, dict[int, Mapping[str, Any]]] = {}
-    for entry in sorted(results, key=lambda entry: entry["seed"]):
-        row = table.rows.get(entry["row"])
-        if row is not None and entry["set"] == [*more, *row.overrides]:
-            current.setdefault(row.name, {})[entry["seed"]] = entry
-    pooled = pooled_seed_variance(
-        differences(outcomes(entries), outcomes(current[table.rows[name].against or ""]))
-        for name, entries in current.items()
-        if table.rows[name].against in current
-    )
-    pooled_draws = pooled_seed_variance(
-        differences(outcomes(entries, draw), outcomes(entries))
-        for name, entries in current.items()
-        for draw in dict(table.rows[name].draws)
-    )
-    lines = [
-        "| row | change | seeds | right | difference | to | verdict | loss at fixed t | samples to 0.9 | minutes |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for name in filter(current.__contains__, table.rows):
-        row, entries = table.rows[name], current[name]
-        base = current.get(row.against or "")
-        cells = _difference_cells(outcomes(entries), None if base is None else outcomes(base), row.against, pooled)
-        losses = " / ".join(f"{e['fixed'].get('ema', e['fixed'].get('raw')):.4f}" for e in entries.values())
-        reached = " / ".join(samples_to(TARGET, e["scores"]) for e in entries.values())
-        minutes = " / ".join(f"{e['minutes']:.1f}" for e in entries.values())
-        lines.append(f"| {name} | {row.about} | {' | '.join(cells)} | {losses} | {reached} | {minutes} |")
-        for draw in dict(row.draws):
-            cells = _difference_cells(outcomes(entries, draw), outcomes(entries), f"its {MAIN}", pooled_draws)
-            lines.append(f"| {name} | drawn: {draw} | {' | '.join(cells)} | | | |")
-    return "\n".join(lines) + "\n"
-
-
-def outcomes(entries: Mapping[int, Mapping[str, Any]], draw: str = MAIN) -> dict[int, list[bool]]:
-    """Return seed -> whether each prompt is right."""
-    return {seed: [digit == "1" for digit in e["right"][draw]] for seed, e in entries.items() if draw in e["right"]}
-
-
-def _difference_cells(
-    own: Mapping[int, Sequence[bool]], base: Mapping[int, Sequence[bool]] | None, to: str | None, pooled: float | None
-) -> list[str]:
-    seeds = ", ".join(map(str, own))
-    rates = " / ".join(f"{statistics.mean(right):.3f}" for right in own.values())
-    found = None if base is None else compare(differences(own, base), pooled)
-    return [seeds, rates, *(("", "", "") if found is None else (str(found), to or "", found.verdict))]
-
-
-def samples_to(rate: float, scores: Sequence[Sequence[float]]) -> str:
-    """Return the million samples of the first point that reaches a rate; `-` if the one before it is not close."""
-    before = 0.0
-    for samples, value in scores:
-        if value >= rate:
-            return f"{samples / 1e6:.2f}" if samples - before <= CLOSE_SAMPLES else "-"
-        before = samples
-    return "-"
 
 
 # --- filling it ------------------------------------------------------------------------------------
@@ -460,18 +319,6 @@ def fill(ablations: Sequence[Ablation], results: Path, deadline: float | None) -
     return list(failures.values())
 
 
-def keep_result(file: Path, result: Mapping[str, Any]) -> None:
-    """Append a line, whole and on the disk before this returns; a line that was cut before it stays alone."""
-    with open(file, "ab+") as out:
-        fcntl.flock(out, fcntl.LOCK_EX)
-        size = out.seek(0, os.SEEK_END)
-        out.seek(max(0, size - 1))
-        start = b"" if out.read() in (b"", b"\n") else b"\n"
-        out.write(start + json.dumps(result, ensure_ascii=False).encode() + b"\n")
-        out.flush()
-        os.fsync(out.fileno())
-
-
 def estimate(
     todo: Sequence[Ablation], results: Sequence[Mapping[str, Any]], table: Table, lanes: int, slot: float
 ) -> str:
@@ -515,7 +362,7 @@ def run_all(args: argparse.Namespace, ablations: Sequence[Ablation], end: Callab
 
 def parse() -> argparse.Namespace:
     """Return the options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--table", type=Path, default=TABLE)
     parser.add_argument("--rows", nargs="+", help="names of rows, or patterns; default: all")
@@ -528,6 +375,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an override of all rows")
     parser.add_argument("--slot-minutes", type=float, default=20, help="for the estimate: training time of a slot")
     parser.add_argument("--show", action="store_true", help="only print the table")
+    parser.add_argument("--gains", type=Path, nargs="+", metavar="RESULTS", help="only print the gains of `--rows`")
+    parser.add_argument("--score", type=float, default=TARGET, help="for the gains")
     parser.add_argument("--lane", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.results = args.results or args.folder / RESULTS
@@ -545,6 +394,10 @@ def main() -> None:
 
     try:
         table = read_table(args.table, args.tuned)
+        if args.gains:
+            entries = [entry for file in args.gains for entry in read_results(file)]
+            print(gain_table(entries, table, args.rows or ["*"], args.score))
+            return
         results = read_results(args.results)
         if not args.show:
             ablations = select(args.folder, table, args, results)

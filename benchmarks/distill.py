@@ -36,9 +36,9 @@ from statistics import mean, stdev
 from typing import Any
 
 import torch
-from world_runs import Bench as World
-from world_runs import judged, start_judges
-from world_runs import load as load_world
+from common.world import Bench as World
+from common.world import judged, start_judges
+from common.world import load as load_world
 
 from sd3_light.assets import DEMO
 from sd3_light.checkpoint.progress import Progress

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from command_peaks import run_command
-from real_families import FAMILIES, SD3, Model, write_model
+from common.models import FAMILIES, SD3, Model, write_model
+from common.peaks import run_command
 from real_size import GIB, PROMPT, captions, write_images
 
 from sd3_light.checkpoint.progress import Progress

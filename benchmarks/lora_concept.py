@@ -50,7 +50,7 @@ from statistics import linear_regression, mean, stdev
 from typing import Any
 
 import torch
-from world_runs import judged, start_judges
+from common.world import judged, start_judges
 
 from sd3_light.assets import DEMO
 from sd3_light.checkpoint.progress import Progress

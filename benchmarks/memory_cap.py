@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from real_families import FAMILIES, SD3, Model, write_configs
+from common.models import FAMILIES, SD3, Model, write_configs
 from torch import Tensor
 
 from sd3_light.config import TrainConfig

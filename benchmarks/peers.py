@@ -39,8 +39,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common.models import Model, write_model
 from PIL import Image
-from real_families import Model, write_model
 from real_size import GIB, PROMPT, ROOT, captions, write_images
 
 from sd3_light.runlog import read_log

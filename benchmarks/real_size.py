@@ -47,8 +47,8 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]  # the tiny pipelines of the tests
 
-from command_peaks import Ran, run_command  # noqa: E402
-from real_families import FAMILIES, SD3, Model, denoiser_parameters, write_model  # noqa: E402
+from common.models import FAMILIES, SD3, Model, denoiser_parameters, write_model  # noqa: E402
+from common.peaks import Ran, run_command  # noqa: E402
 
 from sd3_light.config.faults import RESUMABLE  # noqa: E402
 from sd3_light.runlog import read_log  # noqa: E402

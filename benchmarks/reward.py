@@ -34,9 +34,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from common.world import Bench as World
+from common.world import load as load_world
 from PIL import Image
-from world_runs import Bench as World
-from world_runs import load as load_world
 
 from sd3_light.assets import DEMO
 from sd3_light.cache import verb as cache

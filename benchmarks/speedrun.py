@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from ablate import MAIN, draw_all
-from world_runs import Bench, ScoredRun, load, start_judges, text_encoders
+from common.world import Bench, ScoredRun, load, start_judges, text_encoders
 
 from sd3_light.config import UserError, resolved_toml
 from sd3_light.config.faults import Stopped

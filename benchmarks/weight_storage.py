@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from world_runs import load
+from common.world import load
 
 from sd3_light.config import LoadedConfig, load_config
 from sd3_light.train import verb as train

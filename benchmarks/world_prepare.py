@@ -33,9 +33,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from common.world import BENCH_FILE, ENCODERS_FILE, REAL_CACHE, Bench, load
 from PIL import Image
 from transformers import AutoConfig, VisionTextDualEncoderModel
-from world_runs import BENCH_FILE, ENCODERS_FILE, REAL_CACHE, Bench, load
 
 from sd3_light.assets import DEMO
 from sd3_light.cache import verb as cache

@@ -22,7 +22,7 @@ def script() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "benchmarks"))
         yield importlib.import_module("lora_concept")
-    for name in ("lora_concept", "world_runs"):
+    for name in ("lora_concept", "common.world"):
         sys.modules.pop(name, None)
 
 

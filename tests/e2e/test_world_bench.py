@@ -37,8 +37,8 @@ def scripts() -> Iterator[SimpleNamespace]:
     """The bench's modules."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))
-        names = ("world_runs", "world_prepare", "lanes", "paired", "ablate", "speedrun")
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+        names = ("world_prepare", "ablate", "speedrun", "common.world")
+        yield SimpleNamespace(**{name.removeprefix("common."): importlib.import_module(name) for name in names})
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_a_prepared_folder_reports_its_vae(bench: SimpleNamespace) -> None:
     quality = json.loads((bench.folder / "vae.json").read_text(encoding="utf-8"))
     assert quality["judged_right"] == 1.0
     assert quality["psnr_db"] > 30
-    encoders = bench.world_runs.text_encoders(bench.folder)
+    encoders = bench.world.text_encoders(bench.folder)
     assert "predict the fields of the scene (sha256" in encoders["text_encoder"]
     assert "random weights" in encoders["text_encoder_3"]
     assert {path.name for path in bench.folder.glob("cache*")} >= {"cache", "cache-real", "cache-eval-held_out"}
@@ -86,7 +86,7 @@ def test_hard_scenes_get_parts_from_the_stage(scripts: SimpleNamespace, tmp_path
     call(scripts.world_prepare, tmp_path / "first", *options)
     made = json.loads((tmp_path / "first" / "model" / "text_encoder" / "made.json").read_text(encoding="utf-8"))
     assert made["random"] is True
-    encoders = scripts.world_runs.text_encoders(tmp_path / "first")
+    encoders = scripts.world.text_encoders(tmp_path / "first")
     assert len(encoders) == 3
     assert all("random weights, not trained (sha256" in stated for stated in encoders.values())
     assert (tmp_path / "first" / "cache").is_dir()
@@ -99,7 +99,7 @@ def test_hard_scenes_get_parts_from_the_stage(scripts: SimpleNamespace, tmp_path
 
 @pytest.mark.slow
 def test_a_table_is_filled_over_several_commands(bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, scored = bench.world_runs.ScoredRun._score, []
+    original, scored = bench.world.ScoredRun._score, []
 
     def score_and_cut(self: Any, progress: Any, *rest: Any) -> None:
         original(self, progress, *rest)
@@ -107,7 +107,7 @@ def test_a_table_is_filled_over_several_commands(bench: SimpleNamespace, monkeyp
         if len(scored) == 1:
             self._stop()  # as the timer of --minutes does
 
-    monkeypatch.setattr(bench.world_runs.ScoredRun, "_score", score_and_cut)
+    monkeypatch.setattr(bench.world.ScoredRun, "_score", score_and_cut)
     monkeypatch.setattr("sd3_light.checkpoint.requests.FILE_CHECK_SECONDS", 0.0)
     _ablate(bench, "--rows", "base", "--seeds", 1)
     (cut,) = (bench.folder / "runs").glob("base-1-*/checkpoints")
@@ -193,7 +193,7 @@ def test_the_caching_batch_fits_the_side(
     scripts: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, side: int, batch: int
 ) -> None:
     prepare, loaded = scripts.world_prepare, []
-    bench = scripts.world_runs.Bench(hard=False, side=side, num_prompts=1)
+    bench = scripts.world.Bench(hard=False, side=side, num_prompts=1)
     (tmp_path / "bench.json").write_text(json.dumps(vars(bench)), encoding="utf-8")
     prepare.draw_images(tmp_path, bench, 1, 1)
     prepare.make_parts(tmp_path, bench, None, 0)
@@ -206,7 +206,7 @@ def test_the_caching_batch_fits_the_side(
 @pytest.mark.slow
 def test_the_shipped_table_is_valid(bench: SimpleNamespace) -> None:
     rows = bench.ablate.read_table(BENCHMARKS / "ablations.toml").rows
-    configs = {name: bench.world_runs.load(bench.folder, row.overrides).train for name, row in rows.items()}
+    configs = {name: bench.world.load(bench.folder, row.overrides).train for name, row in rows.items()}
     samples: dict[int | None, set[int]] = {}
     recipes = set()
     for name, config in configs.items():
@@ -230,7 +230,7 @@ def test_unknown_rows_and_folders_are_one_line(bench: SimpleNamespace, tmp_path:
     with pytest.raises(SystemExit, match=r"was prepared as Bench\(hard=False, side=64, num_prompts=3, num_report=4\)"):
         call(bench.world_prepare, bench.folder, "--scenes", "hard", "--processes", "1")
     with pytest.raises(UserError, match="prepare it with"):
-        bench.world_runs.Bench.read(tmp_path)
+        bench.world.Bench.read(tmp_path)
 
 
 @pytest.mark.slow
@@ -239,13 +239,13 @@ def test_a_signal_keeps_the_time_so_far(bench: SimpleNamespace, monkeypatch: pyt
         time.sleep(0.02)
         raise Stopped("SIGTERM")
 
-    loaded = bench.world_runs.load(bench.folder, [*TOY, 'output_dir="runs/signal"'])
+    loaded = bench.world.load(bench.folder, [*TOY, 'output_dir="runs/signal"'])
     loaded.train.output_dir.mkdir(parents=True)
-    monkeypatch.setattr(bench.world_runs.train, "run", stop)
-    monkeypatch.setattr(bench.world_runs, "newest_usable", lambda folder, remedy: folder / checkpoint_name(7))
+    monkeypatch.setattr(bench.world.train, "run", stop)
+    monkeypatch.setattr(bench.world, "newest_usable", lambda folder, remedy: folder / checkpoint_name(7))
     times = []
     for _ in range(2):
-        run = bench.world_runs.ScoredRun(loaded, ())
+        run = bench.world.ScoredRun(loaded, ())
         with pytest.raises(Stopped):
             run.run()
         times.append(run.seconds)
@@ -267,5 +267,5 @@ def test_a_speedrun_stops_at_its_target(
     assert "max_steps = 50" in record["recipe"]
     assert record["num_report"] == 4
     assert 0 <= record["reported"] <= 1
-    assert record["text_encoders"] == bench.world_runs.text_encoders(bench.folder)
+    assert record["text_encoders"] == bench.world.text_encoders(bench.folder)
     assert "`text_encoder_3`: random weights, not trained | " in capsys.readouterr().out.splitlines()[-1]

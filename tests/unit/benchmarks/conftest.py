@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+COMMON = ("ablations", "lanes", "models", "paired", "world")
 
 
 @pytest.fixture(scope="module")
@@ -15,5 +16,5 @@ def scripts() -> Iterator[SimpleNamespace]:
     """Modules of the benchmarks by name."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))
-        names = ("paired", "lanes", "run_list", "world_runs", "ablate", "real_families", "real_size")
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+        names = ("run_list", "ablate", "real_size", *(f"common.{name}" for name in COMMON))
+        yield SimpleNamespace(**{name.removeprefix("common."): importlib.import_module(name) for name in names})

@@ -45,14 +45,16 @@ def bench(scripts: SimpleNamespace, tmp_path: Path) -> SimpleNamespace:
         args = argparse.Namespace(rows=rows or None, seeds=seeds, best=best, table="t", set=[], lane=False)
         return list(scripts.ablate.select(tmp_path, table, args, results))
 
-    return SimpleNamespace(folder=tmp_path, table=table, **{**vars(scripts.ablate), "select": select})
+    return SimpleNamespace(
+        folder=tmp_path, table=table, **{**vars(scripts.ablations), **vars(scripts.ablate), "select": select}
+    )
 
 
 def result(ablation: Any, right: str = "10", end: float = 0.5, **more: Any) -> dict[str, Any]:
     return {
         "row": ablation.row.name, "seed": ablation.seed, "recipe": ablation.recipe, "set": ablation.changes,
         "right": {"average": right}, "fixed": {"raw": 0.3, "ema": 0.2}, "minutes": 2.0, "lane_minutes": 3.0,
-        "scores": [[50_000, end]], **more,
+        "scores": [[50_000, end]], "samples": 200_000, **more,
     }  # fmt: skip
 
 
@@ -232,8 +234,41 @@ def test_the_table_compares_rows_and_draws(bench: SimpleNamespace) -> None:
 
 def test_prompts_of_the_curve_and_of_the_report_differ(scripts: SimpleNamespace) -> None:
     for hard in (True, False):
-        bench = scripts.world_runs.Bench(hard=hard, side=128, num_prompts=256)
+        bench = scripts.world.Bench(hard=hard, side=128, num_prompts=256)
         curve = {prompt.text for prompt in bench.prompts}
         report = [prompt.text for prompt in bench.report_prompts]
         assert len(set(report)) == 512
         assert not curve & set(report)
+
+
+def test_gains_are_what_the_base_needs_for_the_same_score(bench: SimpleNamespace, tmp_path: Path) -> None:
+    base, fast, slow = bench.select("base", "fast", "slow")
+    (base_2,) = bench.select("base", seeds=(2,))
+    curve = [[100_000, 0.5], [200_000, 1.0]]  # 0.9 at 180,000 of 400,000 samples
+    facts = {"samples": 400_000, "minutes": 2.0}
+    files = [tmp_path / "1.jsonl", tmp_path / "2.jsonl"]
+    bench.keep_result(files[0], result(base, **facts | {"scores": curve}))
+    bench.keep_result(files[0], result(base_2, **facts | {"scores": curve}))
+    bench.keep_result(files[1], result(fast, **facts | {"scores": [[90_000, 0.9]], "minutes": 3.0}))
+    bench.keep_result(files[1], result(slow, **facts | {"scores": [[400_000, 0.85]]}))
+    entries = [entry for file in files for entry in bench.read_results(file)]
+    assert bench.crossing(curve, 0.9) == pytest.approx(180_000)
+    # 180,000 / 90,000 samples, and 0.9 / 0.675 minutes
+    assert bench.gain_table(entries, bench.table, ["*"], 0.9).splitlines()[2:] == [
+        "| fast | 1 | 0.900 | 1.000 | 2.00 | 1.33 |",
+        "| slow | 1 | 0.850 | 1.000 | - | - |",
+    ]
+    assert "fast" not in bench.gain_table(entries, bench.table, ["sl*"], 0.9)
+
+
+def test_gains_are_printed_without_training(
+    bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = bench.folder / "kept.jsonl"
+    for ablation, end in zip(bench.select("fast"), (0.5, 1.0), strict=True):
+        bench.keep_result(file, result(ablation, end=end))
+    words = ["ablate.py", bench.folder, "--table", bench.folder / "table.toml", "--gains", file, "--score", "0.5"]
+    monkeypatch.setattr("sys.argv", [str(word) for word in words])
+    bench.main()
+    assert capsys.readouterr().out.splitlines()[2:] == ["| fast | 1 | 1.000 | 0.500 | 2.00 | 2.00 |"]
+    assert not (bench.folder / "runs").exists()

@@ -122,7 +122,7 @@ def test_the_shipped_commands_parse(
         return
     options = parsed(script, words, monkeypatch)
     if script.endswith("real_size.py"):
-        model = scripts.real_families.Model(options.family, options.depth, options.encoders)
+        model = scripts.models.Model(options.family, options.depth, options.encoders)
         plan = scripts.real_size.Plan(ROOT, model, 1)
         assert set(options.journey) <= {journey.name for journey in plan.journeys()}
 

@@ -85,7 +85,7 @@ def test_listed_words_are_tokens_and_others_are_split() -> None:
         assert longest(tokenizers["tokenizer"], [text]) == words + 2, text
         space = not text.isascii()  # T5 has a piece for the space before Chinese
         assert longest(tokenizers["tokenizer_3"], [text]) == words + 1 + space, text
-    assert tokenizers["tokenizer"].model_max_length == 24, "as benchmarks/world_runs.py expects"
+    assert tokenizers["tokenizer"].model_max_length == 24, "as benchmarks/common/world.py expects"
     assert len(tokenizers["tokenizer"]("红条色").input_ids) == 3 + 2
     assert len(tokenizers["tokenizer_3"]("红条色").input_ids) == 1 + 3 + 1
 

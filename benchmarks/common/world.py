@@ -1,7 +1,7 @@
 """Training runs on a folder of `world_prepare.py` that are scored on held-out prompts while they train.
 
-Shared by `ablate.py` and `speedrun.py`. A run is the train stage with its checkpoints and without exports. Its scores
-are in scores.jsonl of its folder, so that a run that was cut continues from its checkpoint with its scores.
+A run is the train stage with its checkpoints and without exports. Its scores are in scores.jsonl of its folder, so that
+a run that was cut continues from its checkpoint with its scores.
 """
 
 import json
@@ -35,7 +35,7 @@ from sd3_light.train.state import MakeObjective
 from sd3_light.world import Prompt, draw_prompts
 from sd3_light.world.judge import Verdict
 
-BASE = Path(__file__).parent / "world.toml"
+BASE = Path(__file__).parents[1] / "world.toml"
 BENCH_FILE = "bench.json"
 REAL_CACHE = ('model.text_tokens="real"', 'cache_dir="cache-real"')
 """Overrides of a run on real text tokens."""
