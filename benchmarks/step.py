@@ -18,17 +18,21 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from step_loops import Batch, Row, Step, batches, flops, make_step
+from common.basics import best_device, device_name, options, synchronize, write_json
+from common.loops import Batch, Row, Step, batches, flops, make_step
 
 from sd3_light.config import SIZES
+from sd3_light.cost.amount import GIB
 from sd3_light.cost.device_peaks import peak_flops
 from sd3_light.families.sd3.fast.block import BlockOptions
+from sd3_light.families.sd3.fast.operations import operations
+from sd3_light.families.sd3.fast.self_check import KernelShape, check_kernels
 
-GIB = 1 << 30
 RESTART = 75  # exit code of a child that needs a new process for the remaining rows
 LARGE = ((512, 512),)
 BUCKETS = ((256, 256), (320, 192), (192, 320), (288, 224))
@@ -93,12 +97,6 @@ def tiny(row: Row) -> Row:
 # --- one row -----------------------------------------------------------------------------------
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def measure(row: Row, steps: int, profiled: bool, device: torch.device) -> dict[str, Any]:
     """Measure one row."""
     size = SIZES[row.size].with_overrides(qk_norm=row.qk_norm)
@@ -106,13 +104,13 @@ def measure(row: Row, steps: int, profiled: bool, device: torch.device) -> dict[
     torch.manual_seed(0)
     data, step = batches(row, size, device), make_step(row, size, device)
     losses = [step(data[0])]
-    synchronize(device)
+    synchronize()
     first = time.perf_counter() - started
     losses += [step(batch) for batch in data]  # every shape once
-    synchronize(device)
+    synchronize()
     steps, started = row.steps or steps, time.perf_counter()
     losses += [step(data[number % len(data)]) for number in range(steps)]
-    synchronize(device)
+    synchronize()
     seconds = (time.perf_counter() - started) / steps
     work = sum(flops(row, size, data[number % len(data)]) for number in range(steps)) / steps / seconds
     results: dict[str, Any] = {
@@ -152,7 +150,7 @@ def profile(step: Step, data: Sequence[Batch], device: torch.device) -> dict[str
     with profiler(activities=[ProfilerActivity.CUDA]) as results:
         for batch in data[:2]:
             step(batch)
-        synchronize(device)
+        synchronize()
     kernels = [(event.key, event.self_device_time_total / 2e3, event.count // 2) for event in results.key_averages()]
     by_kind: dict[str, float] = {}
     for name, milliseconds, _ in kernels:
@@ -161,27 +159,32 @@ def profile(step: Step, data: Sequence[Batch], device: torch.device) -> dict[str
     return {"by_kind": by_kind, "kernels": [(name[:160], round(ms, 3), count) for name, ms, count in kernels[:60]]}
 
 
-def prepare_kernels(tuning: Path | None, device: torch.device) -> list[str]:
-    """Apply the tuned tiles; returns the kernels that are incorrect on this device."""
-    import step_parts
-
+def use_tuning(tuning: Path | None) -> None:
+    """Apply the tiles that `kernels.py` has found."""
     from sd3_light.families.sd3.fast import kernels
 
     if tuning is not None and tuning.is_file():
-        kernels.TUNING.update({k: v for k, v in json.loads(tuning.read_text(encoding="utf-8")).items() if k != "error"})
-    return sorted(step_parts.broken_kernels(device))
+        kernels.TUNING.update(json.loads(tuning.read_text(encoding="utf-8")))
+
+
+@cache
+def kernel_problem(fp8: bool, device: torch.device) -> str | None:
+    """Return why the kernels of the full size cannot be used on this GPU."""
+    size = SIZES["sd3_light"]
+    return check_kernels(KernelShape(size.num_heads, size.head_dim, "bfloat16", fp8), device, operations(device))
 
 
 def run_here(names: Sequence[str], args: argparse.Namespace) -> None:
     """Run rows in this process and append each result to ``args.child``. The device is cleaned between rows."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    broken = prepare_kernels(args.tuning, device) if device.type == "cuda" else []
+    device = best_device()
+    if device.type == "cuda":
+        use_tuning(args.tuning)
     for name in names:
         row = tiny(ROWS[name]) if args.tiny else ROWS[name]
         try:
-            assert not broken or row.step not in ("fast", "graph"), (
-                f"kernels differ from their references on this device: {broken}"
-            )
+            if device.type == "cuda" and row.step in ("fast", "graph"):
+                problem = kernel_problem(row.options.products == "fp8", device)
+                assert problem is None, problem
             results = measure(row, args.steps, name in args.profile, device)
         except Exception as error:  # a row is an experiment: its error is its result
             results = {"error": f"{type(error).__name__}: {str(error)[:600]}"}
@@ -206,9 +209,9 @@ def run_all(names: Sequence[str], args: argparse.Namespace) -> Iterator[dict[str
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "rows.jsonl"
             path.touch()
-            options = ["--child", str(path), "--steps", str(args.steps), *(["--tiny"] if args.tiny else [])]
-            options += ["--tuning", str(args.tuning)] if args.tuning else []
-            command = [sys.executable, __file__, *left, *options, "--profile", *args.profile]
+            words = ["--child", str(path), "--steps", str(args.steps), *(["--tiny"] if args.tiny else [])]
+            words += ["--tuning", str(args.tuning)] if args.tuning else []
+            command = [sys.executable, __file__, *left, *words, "--profile", *args.profile]
             child, done = subprocess.Popen(command), 0
             while left:
                 ended = child.poll() is not None
@@ -249,7 +252,7 @@ def line(results: dict[str, Any], base: float | None) -> str:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("names", nargs="*", metavar="ROW", help="rows to run; none: all")
     parser.add_argument("--list", action="store_true", help="list the rows and exit")
     parser.add_argument("--steps", type=int, default=10, help="number of timed steps")
@@ -257,7 +260,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600, help="time limit; unfinished rows are skipped")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     parser.add_argument("--tiny", action="store_true", help="small versions for a CPU")
-    parser.add_argument("--tuning", type=Path, help="tuned tiles, written by step_parts.py")
+    parser.add_argument("--tuning", type=Path, help="tuned tiles, written by kernels.py")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if unknown := sorted({*args.names, *args.profile} - set(ROWS)):
@@ -272,7 +275,7 @@ def main() -> None:
 
 def table(names: Sequence[str], args: argparse.Namespace) -> None:
     """Print results as they arrive; the output file is complete after each."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    device = device_name()
     print(f"{device}, torch {torch.__version__}\n{COLUMNS}", flush=True)
     rows: dict[str, Any] = {}
     base: float | None = None
@@ -282,7 +285,7 @@ def table(names: Sequence[str], args: argparse.Namespace) -> None:
         print(line(results, base), flush=True)
         if args.out is not None:
             about = {"device": device, "torch": torch.__version__, "rows": rows}
-            args.out.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+            write_json(args.out, about)
 
 
 if __name__ == "__main__":

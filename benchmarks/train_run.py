@@ -1,5 +1,6 @@
 """Speed of the training stage on a synthetic cache with real shapes; encoders and images are not needed.
 
+    python benchmarks/train_run.py --regimes [padded real ...] --out FOLDER [any option below]
     python benchmarks/train_run.py --regime padded|real|fp8|small128|base|icons [any option below]
     python benchmarks/train_run.py [--size sd3_light] [--layers 12] [--heads 8] [--pixels 256] [--captions 1]
                                    [--batch 64] [--steps 60] [--text padded|real] [--max-tokens 16] [--ema-every 100]
@@ -13,7 +14,9 @@ ones), a model folder with only configs and a train TOML, then runs the training
 checkpoint at the end (or every `--checkpoint-every` steps; none with `--no-save`). The results come from the run's
 log.jsonl; the first `--warm` steps (compiling, hashing shards, allocating memory) are excluded.
 
-A regime sets the options of one row of the table in docs/evidence/LOG.md; options on the command line override it.
+A regime sets the options of one row of the table in docs/evidence/speed.md; options on the command line override it.
+`--regimes` runs several, all of them by default: they write their caches at the same time and train one after another.
+Each leaves log, config, summary and output in FOLDER/REGIME; one with a summary is not run again. Prints a table.
 After `--steps` the run repeats its last step `--alone` times on the same inputs: no loader, no copies, no noise.
 `stage of step` in the results is the stage's speed relative to that. `host_seconds` says what the main process does
 in a step.
@@ -30,23 +33,32 @@ import argparse
 import fcntl
 import json
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from common.basics import options, write_json
+from common.caches import IMAGES, Shape, write_cache, write_model_folder
+from common.profiling import profiling
+from common.start import measure_start, without_saves
 from torch import Tensor
-from train_run_folder import prepare_folder
-from train_run_profile import profiling
-from train_start import measure_start, without_saves
 
-from sd3_light.config import SIZES, UserError, load_config
+from sd3_light.config import SIZES, ModelSize, UserError, load_config
 from sd3_light.config.optimizers import OPTIMIZERS
+from sd3_light.core.cost import Tokens
+from sd3_light.cost.amount import GIB
+from sd3_light.cost.gpu_memory import gpu_memory
+from sd3_light.cost.training_setup import TrainingSetup
 from sd3_light.engines import Launch
+from sd3_light.families.sd3.cost import SD3Cost, image_tokens
 from sd3_light.runlog import read_log
 
 REGIMES: dict[str, dict[str, Any]] = {
@@ -68,8 +80,103 @@ REGIMES: dict[str, dict[str, Any]] = {
 }
 """Options by regime: the six runs in which the stage is compared with its step."""
 
+HEAD = "| regime | step, samples/s | stage, samples/s | stage of step | GPU idle |\n|---|---:|---:|---:|---:|"
+ABOUT = (
+    *("regime", "engine", "size", "batch", "text", "compile", "fast", "cuda_graphs", "fp8", "workers", "residence"),
+    "checkpointing",
+)
+"""Options that describe a run in its summary."""
 _MEANS = ("samples_per_second", "seconds", "data_wait", "host_bound", "tflops_per_gpu", "mfu", "host_memory_gib")
 _PEAKS = ("gpu_memory_gib", "gpu_reserved_gib")
+
+
+# --- the files of a run --------------------------------------------------------------------------
+
+
+def chosen_size(args: argparse.Namespace) -> ModelSize:
+    """Return the size of the denoiser."""
+    size = SIZES[args.size].with_overrides(args.layers, None)
+    return size if args.heads is None else replace(size, num_heads=args.heads)
+
+
+def train_toml(args: argparse.Namespace, shape: Shape) -> str:
+    """Return the train TOML. It has no exports, since the model folder is incomplete."""
+    booleans = {"true": "true", "false": "false"}
+    names = ("checkpointing", "fast", "cuda_graphs")
+    flags = {name: booleans.get(getattr(args, name), f'"{getattr(args, name)}"') for name in names}
+    size = chosen_size(args)
+    shaped = f"shape = {{num_layers = {size.num_layers}, num_heads = {size.num_heads}}}"
+    sized = f'size = "{args.size}"' + ("" if args.layers is None else f"\nnum_layers = {args.layers}")
+    return f"""
+output_dir = "run"
+dataset = "data.toml"
+cache_dir = "cache"
+max_steps = {args.steps + args.alone}
+micro_batch_size_per_gpu = {args.batch}
+gradient_accumulation_steps = {args.accumulation}
+zero_stage = {args.zero_stage}
+activation_checkpointing = {flags["checkpointing"]}
+fast = {flags["fast"]}
+compile = {str(args.compile).lower()}
+cuda_graphs = {flags["cuda_graphs"]}
+fp8 = {str(args.fp8).lower()}
+warmup_steps = 1000
+checkpoint_every_n_steps = {args.checkpoint_every or args.steps + args.alone}
+keep_last_n_checkpoints = 1
+logging_steps = {args.logging_steps}
+num_dataloader_workers = {args.workers}
+dataloader_prefetch_per_worker = 2
+cache_residence = "{args.residence}"
+[model]
+train_type = "sd3_light_pretrain"
+diffusers_path = "model"
+{sized if args.heads is None else shaped}
+t5_max_length = {shape.t5_tokens}
+text_tokens = "{args.text}"
+enable_uncond_text_dropout = true
+uncond_text = "empty"
+[optimizer]
+type = "{args.optimizer}"
+[ema]
+enable = true
+update_every = {args.ema_every}
+"""
+
+
+def prepare_folder(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Write all files of a run and return its description."""
+    size, real = chosen_size(args), args.text == "real"
+    shape = Shape.of(size, args.pixels, args.max_tokens)
+    tokens = write_cache(folder / "cache", shape, args.samples, args.captions, real)
+    write_model_folder(folder / "model", shape)
+    (folder / IMAGES).mkdir()
+    (folder / "train.toml").write_text(train_toml(args, shape), encoding="utf-8")
+    data = f'resolutions = [{shape.pixels}]\n[[directory]]\npath = "{IMAGES}"\n'
+    (folder / "data.toml").write_text(data, encoding="utf-8")
+    case = TrainingSetup(
+        SD3Cost(size),
+        Tokens(image_tokens(shape.pixels, shape.pixels), shape.clip_tokens + shape.t5_tokens),
+        args.batch,
+        ema_tracks=1,
+        checkpointing={"true": True, "false": False}.get(args.checkpointing, "selective"),  # type: ignore[arg-type]
+        compiled=args.compile,
+        fast=args.fast != "false" and not args.compile,
+        accumulation=args.accumulation,
+        optimizer=args.optimizer,
+    )
+    cache = sum(path.stat().st_size for path in (folder / "cache").rglob("*") if path.is_file())
+    return {
+        **{name: getattr(args, name) for name in ABOUT},
+        "layers": size.num_layers,
+        "heads": size.num_heads,
+        **asdict(shape),
+        "text_tokens": tokens,
+        "cache_gb": cache / 1e9,
+        "predicted_gib": gpu_memory(case).total / GIB,
+    }
+
+
+# --- one run -------------------------------------------------------------------------------------
 
 
 def repeated(steps: Any, after: int) -> Any:
@@ -136,11 +243,11 @@ def feed(folder: Path, args: argparse.Namespace) -> str:
     )
 
 
-def summary(log: Path, warm: int, started: float, last: int | None = None) -> dict[str, Any]:
+def summary(log: Path, warm: int, started: float, last: int) -> dict[str, Any]:
     """Summarize the log from step ``warm`` to step ``last``; the two last records are then of the step alone."""
     events = list(read_log(log))
     steps = [event for event in events if event["event"] == "step"]
-    measured = [event for event in steps if warm < event["step"] <= (last or event["step"])] or steps[-1:]
+    measured = [event for event in steps if warm < event["step"] <= last] or steps[-1:]
     results: dict[str, Any] = {"records": len(measured)}
     # time until the model is built and until the first steps are done, without imports
     results |= {"seconds_to_start": next(e["time"] for e in events if e["event"] == "start") - started}
@@ -148,7 +255,7 @@ def summary(log: Path, warm: int, started: float, last: int | None = None) -> di
     for name in _MEANS:
         values = [event[name] for event in measured if name in event]
         results |= {name: sum(values) / len(values)} if values else {}
-    if last is not None and steps[-2]["step"] > last:
+    if steps[-2]["step"] > last:
         alone = sum(event["samples_per_second"] for event in steps[-2:]) / 2
         results["step alone, samples_per_second"] = alone
         results["stage of step"] = results["samples_per_second"] / alone
@@ -179,6 +286,46 @@ def print_summary(results: Mapping[str, Any]) -> None:
             print(f"{name:22} {f'{value:.4g}' if isinstance(value, float) else value}")
 
 
+# --- all regimes ---------------------------------------------------------------------------------
+
+
+def start(regime: str, out: Path, more: list[str]) -> "subprocess.Popen[bytes]":
+    """Start the run of a regime."""
+    folder = out / regime
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, __file__, "--regime", regime, "--out", str(folder), "--lock", str(out / "lock")]
+    with (folder / "output.txt").open("wb") as output:
+        return subprocess.Popen([*command, "--no-save", *more], stdout=output, stderr=subprocess.STDOUT)
+
+
+def row(regime: str, out: Path) -> str:
+    """Return the table's row of a regime."""
+    file = out / regime / "summary.json"
+    if not file.is_file():
+        return f"| {regime} | failed: {out / regime / 'output.txt'} | | | |"
+    results = json.loads(file.read_text(encoding="utf-8"))
+    stage = results["samples_per_second"]
+    ratio = results.get("stage of step")
+    if ratio is None:
+        return f"| {regime} | not measured | {stage:,.1f} | | |"
+    step = results["step alone, samples_per_second"]
+    waits = f"{results['data_wait']:.1%}, waits in {results.get('host_bound', 0):.0%} of steps"
+    return f"| {regime} | {step:,.1f} | {stage:,.1f} | {ratio:.1%} | {waits} |"
+
+
+def run_regimes(args: argparse.Namespace) -> None:
+    """Run regimes in processes with the other options of the command line, and print their table."""
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--regimes", nargs="*")
+    own.add_argument("--out")
+    _, more = own.parse_known_args()
+    regimes = args.regimes or list(REGIMES)
+    todo = [regime for regime in regimes if not (args.out / regime / "summary.json").is_file()]
+    for run in [start(regime, args.out, more) for regime in todo]:
+        run.wait()
+    print(HEAD, *(row(regime, args.out) for regime in regimes), sep="\n")
+
+
 @contextmanager
 def turn(lock: Path | None) -> Iterator[None]:
     """Hold the lock file: runs with the same file prepare their caches at the same time and train one after another."""
@@ -190,9 +337,10 @@ def turn(lock: Path | None) -> Iterator[None]:
         yield
 
 
-def options() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """Return the argument parser."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
+    parser.add_argument("--regimes", nargs="*", choices=REGIMES, help="run these, or all, with --out")
     parser.add_argument("--regime", choices=REGIMES, help="a named set of options")
     parser.add_argument("--size", choices=SIZES, default="sd3_light")
     parser.add_argument("--layers", type=int, help="number of blocks, if not that of the size")
@@ -237,8 +385,14 @@ def options() -> argparse.ArgumentParser:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = options()
-    parser.set_defaults(**REGIMES.get(parser.parse_args().regime, {}))
+    parser = make_parser()
+    args = parser.parse_args()
+    if args.regimes is not None:
+        if args.out is None:
+            parser.error("--regimes needs --out, a folder for the results")
+        run_regimes(args)
+        return
+    parser.set_defaults(**REGIMES.get(args.regime, {}))
     args = parser.parse_args()
     args.alone = 3 * args.logging_steps if args.alone is None else args.alone
     with tempfile.TemporaryDirectory(dir=args.tmp) as name:
@@ -259,7 +413,7 @@ def main() -> None:
             args.out.mkdir(parents=True, exist_ok=True)
             for file in ("log.jsonl", "config.toml"):
                 shutil.copy(folder / "run" / file, args.out)
-            (args.out / "summary.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            write_json(args.out / "summary.json", results)
     print_summary(results)
 
 

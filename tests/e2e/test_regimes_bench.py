@@ -13,14 +13,8 @@ SMALL = ["--samples", "32", "--batch", "8", "--steps", "4", "--warm", "2", "--lo
 
 @pytest.mark.slow
 def test_every_regime_has_a_row(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        str(ROOT / "benchmarks/regimes.py"),
-        str(tmp_path / "out"),
-        "--regimes",
-        "base",
-        "padded",
-    ]
+    command = [sys.executable, str(ROOT / "benchmarks/train_run.py"), "--regimes", "base", "padded"]
+    command += ["--out", str(tmp_path / "out")]
     done = subprocess.run([*command, *SMALL, "--size", "demo"], capture_output=True, text=True, check=True)
     head, _, *rows = done.stdout.splitlines()
     assert "stage of step" in head

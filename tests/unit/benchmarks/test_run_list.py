@@ -88,13 +88,11 @@ class Parsed(Exception):
 
 
 def parsed(script: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> Namespace:
-    """Return what a benchmark makes of its arguments, before it starts; those of `train_run.py`, too."""
+    """Return what a benchmark makes of its arguments, before it starts."""
 
     def stop(parser: ArgumentParser, *_: object) -> NoReturn:
         known, others = real(parser)
-        if others and script == "benchmarks/regimes.py":
-            known = parsed("benchmarks/train_run.py", others, monkeypatch)
-        elif others:
+        if others:
             parser.error(f"unknown: {others}")
         raise Parsed(known)
 

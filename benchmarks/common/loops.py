@@ -1,4 +1,4 @@
-"""Settings, random batches and training steps that step.py measures."""
+"""Settings, random batches and training steps that `step.py` measures."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -10,6 +10,7 @@ import torch
 from diffusers import SD3Transformer2DModel
 from torch import Tensor, nn
 
+from common.caches import t5_lengths
 from sd3_light.config import ModelSize
 from sd3_light.core.compiling import compile_blocks
 from sd3_light.core.cost import Tokens
@@ -59,9 +60,8 @@ class Batch:
 
 
 def real_lengths(count: int, rng: np.random.Generator) -> list[int]:
-    """Draw text token counts of typical web captions: T5 tokens log-normal with median 22 and sigma 0.5 (mean 25), from
-    5 to 256, and the same number of CLIP tokens, at most 77. No text is dropped."""
-    t5 = np.clip(rng.lognormal(np.log(22), 0.5, count), 5, T5_TOKENS).astype(np.int64)
+    """Draw text tokens of typical captions: those of T5, and as many of CLIP, at most 77. No text is dropped."""
+    t5 = t5_lengths(count, T5_TOKENS, rng)
     return (t5 + np.minimum(t5, CLIP_TOKENS)).tolist()  # type: ignore[no-any-return]
 
 

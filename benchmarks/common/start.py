@@ -2,7 +2,7 @@
 
     python benchmarks/train_run.py --regime padded --start-only
 
-starts this file as `python benchmarks/train_start.py FOLDER` on the files that it has written. The process does what
+starts this file with the folder of the files that it has written. The process does what
 `sd3-light train --trust-cache` does: it checks the config, opens the cache, builds the model and trains.
 """
 
@@ -25,8 +25,8 @@ def measure_start(folder: Path) -> None:
     for number in range(1, STARTS + 1):
         print(f"start {number} of {STARTS}:", flush=True)
         shutil.rmtree(folder / "run", ignore_errors=True)
-        command = [sys.executable, __file__, str(folder)]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
+        command = [sys.executable, "-P", __file__, str(folder)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
         subprocess.run(command, check=True, env=environment)
 
 
