@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from common.caches import sd3_columns
 from diffusers import SD3Transformer2DModel
-from sd3_shards import sd3_columns
 
 from sd3_light.checkpoint.index import Index, Range, merge_entries
 from sd3_light.config import SIZES
