@@ -168,7 +168,7 @@ def timed_build(loaded: LoadedConfig) -> tuple[float, float, float, int]:
     def build(self: ShardBuilder, *args: object) -> None:
         started = time.perf_counter()
         for name in PARTS:
-            self._parts.part(name)
+            self._encoders.part(name)  # type: ignore[attr-defined]
         durations.append(time.perf_counter() - started)
         started = time.perf_counter()
         original(self, *args)  # type: ignore[arg-type]

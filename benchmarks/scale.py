@@ -224,7 +224,7 @@ def checkpoint_cost(size: ModelSize, world: int) -> CheckpointCost:
     notes = [rank_notes(shapes, rank, world) for rank in range(world)]
     started = time.perf_counter()
     index = Index({}, merge_entries(notes), {})
-    assert not any(entry.fault() for entry in index.tensors.values())
+    assert not any(entry.coverage_error() for entry in index.tensors.values())
     text = index.to_json()
     seconds = time.perf_counter() - started
     part = sum(held.length * 4 for entry in index.tensors.values() for held in entry.ranges[:1])

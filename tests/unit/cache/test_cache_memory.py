@@ -1,7 +1,6 @@
 """Listing, building and reading use memory for one part, one shard and the list of shards, not per sample (law 10).
 
-Runs `benchmarks/memory.py` at a small size and counts Python's allocations. Parts and shards are small and of equal
-size, so that the results do not depend on chance.
+Counts Python's allocations. Parts and shards are small and of equal size, so that the results do not depend on chance.
 """
 
 import gc
@@ -9,7 +8,6 @@ import sys
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -20,11 +18,10 @@ from sd3_light.cache.sorted_array import SortedArray
 from sd3_light.data import cache_plan
 from sd3_light.families.sd3 import encoders as frozen_parts
 from sd3_light.sources import catalogue
-from tests.modules import load_module
+from tests import data_path
 
-BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "memory.py"
 COLUMNS = dict.fromkeys(("moments", "mask", "clip_l", "clip_g", "t5", "clip_l.pooled", "clip_g.pooled"), "0")
-FEW, MANY, ROWS = 200, 2000, 50
+FEW, MANY = 200, 2000
 UNIT_BYTES = 4 << 10
 """Allowed bytes per entry of plan and manifest; a sample with its captions takes several hundred."""
 FREE_LISTS = 512 << 10
@@ -32,32 +29,22 @@ FREE_LISTS = 512 << 10
 
 
 @pytest.fixture(scope="module")
-def memory() -> ModuleType:
-    """The benchmark as a module, with small tars and shards."""
-    module = load_module("memory_benchmark", BENCHMARK)
-    module.A_TAR = 100
-    small = f"sd3_shard_size = {ROWS}\nshuffle_window = 1\n[model]"
-    module.TRAIN = module.TRAIN.replace("num_workers = 2", "num_workers = 0").replace("[model]", small)
-    return module
-
-
-@pytest.fixture(scope="module")
-def peaks(memory: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, dict[str, int]]]:
+def peaks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, dict[str, int]]]:
     """Peak bytes of each stage for few and for many samples."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (catalogue, cache_plan):
             patch.setattr(module, "is_end", lambda count, identity, most: count >= most)
         for module in (catalogue, cache_plan):
-            patch.setattr(module, "PART_ROWS", ROWS)
+            patch.setattr(module, "PART_ROWS", data_path.ROWS)
         patch.setattr(cache_plan, "_UNITS_PER_BATCH", 2)
-        patch.setattr(frozen_parts, "FrozenParts", memory.ZeroEncoders)
+        patch.setattr(frozen_parts, "FrozenParts", data_path.ZeroEncoders)
         # hashing the encoders uses a buffer that would hide the memory of planning
         for module in (cache, dataset_build):
             patch.setattr(module, "make_recipe", lambda *_: {"format": 0, "text_tokens": "real", "columns": COLUMNS})
         folder = tmp_path_factory.mktemp("memory")
-        measure(memory, folder / "warm", ROWS)  # warm-up: one-time allocations
+        measure(folder / "warm", data_path.ROWS)  # warm-up: one-time allocations
         grow_intern_table()
-        yield {count: measure(memory, folder / str(count), count) for count in (FEW, MANY)}
+        yield {count: measure(folder / str(count), count) for count in (FEW, MANY)}
 
 
 def grow_intern_table() -> None:
@@ -74,26 +61,25 @@ def grow_intern_table() -> None:
         tracemalloc.stop()
 
 
-def measure(memory: ModuleType, folder: Path, count: int) -> dict[str, int]:
+def measure(folder: Path, count: int) -> dict[str, int]:
     """Return the peak allocations of each stage."""
-    memory.write_samples(folder, count)
+    data_path.write_samples(folder, count)
     peaks = {}
-    for part in (part for part in memory.PARTS if part != "read2"):
-        (folder / "data.toml").write_text(memory.data_toml(part), encoding="utf-8")
+    for part in data_path.PARTS:
         gc.collect()
         tracemalloc.start()
         try:
-            memory.run_part(part, folder)
+            data_path.run_part(part, folder)
             peaks[part] = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
     return peaks
 
 
-@pytest.mark.parametrize("part", ["list", "look", "plan", "build", "again", "stale", "read0"])
+@pytest.mark.parametrize("part", data_path.PARTS)
 def test_memory_grows_only_with_the_list_of_shards(peaks: dict[int, dict[str, int]], part: str) -> None:
     growth = peaks[MANY][part] - peaks[FEW][part]
-    allowed = FREE_LISTS + UNIT_BYTES * (MANY - FEW) // ROWS
+    allowed = FREE_LISTS + UNIT_BYTES * (MANY - FEW) // data_path.ROWS
     assert growth < allowed, f"{growth / (MANY - FEW):.0f} additional bytes per additional sample"
 
 
