@@ -59,7 +59,7 @@ from common.ablations import (
     read_results,
     read_table,
 )
-from common.basics import device_name, options
+from common.basics import device_name, parser_of
 from common.lanes import mps, run_lanes
 from common.world import BASE, Bench, ScoredRun, judged, load, start_judges
 from torch import Tensor, nn
@@ -362,7 +362,7 @@ def run_all(args: argparse.Namespace, ablations: Sequence[Ablation], end: Callab
 
 def parse() -> argparse.Namespace:
     """Return the options."""
-    parser = options(__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--table", type=Path, default=TABLE)
     parser.add_argument("--rows", nargs="+", help="names of rows, or patterns; default: all")

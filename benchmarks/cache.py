@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common.basics import best_device, options
+from common.basics import best_device, parser_of
 from common.caches import LABEL, Shape, write_cache
 from common.models import Model, write_model
 from PIL import Image
@@ -278,7 +278,7 @@ def read(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = options(__doc__)
+    parser = parser_of(__doc__)
     verbs = parser.add_subparsers(required=True)
     building = verbs.add_parser("build")
     building.set_defaults(run=build)

@@ -32,10 +32,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any
 
-import torch
+from common.basics import device_name, parser_of, read_lines, spread, write_json
 from common.world import Bench as World
 from common.world import judged, start_judges
 from common.world import load as load_world
@@ -95,12 +94,12 @@ class Bench:
 
     def add(self, rows: dict[str, float], seconds: float) -> None:
         """Write more rows."""
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        device = device_name()
         names = ("seed", "guidance", "train_steps", "teacher_steps", "batch", "lr", "prompts", "images")
         facts = {name: getattr(self.args, name) for name in names}
         earlier = json.loads(self.file.read_text(encoding="utf-8"))["seconds"] if self.file.is_file() else 0.0
         record = {**facts, "device": device, "seconds": round(earlier + seconds, 1), "rows": {**self.rows(), **rows}}
-        self.file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_json(self.file, record)
 
     def load(self, name: str, steps: int, *keys: str) -> LoadedConfig:
         """Draw the images unless they exist; return the config of a run."""
@@ -145,8 +144,7 @@ class Bench:
         loaded = self.load(f"{name}-speed", _SPEED_STEPS, "logging_steps=10", *keys)
         build_caches(loaded, Launch())
         train.run(loaded, resume=train.Resume(restart=True), on_sample=lambda *_: None)
-        lines = (loaded.train.output_dir / "log.jsonl").read_text(encoding="utf-8").splitlines()
-        events = [event for event in map(json.loads, lines) if event["event"] == "step"]
+        events = [event for event in read_lines(loaded.train.output_dir / "log.jsonl") if event["event"] == "step"]
         return max(_SPEED_STEPS, round(60 * minutes * events[-1]["samples_per_second"] / self.args.batch))
 
     def score(self, sampler: Sampler, denoise: Denoise, drawing: Drawing) -> float:
@@ -239,14 +237,13 @@ def table_of(files: Iterable[Path]) -> str:
             found[row].append(rate)
     lines = ["| model, calls x passes | right | seeds |", "|---|---:|---:|"]
     for row, rates in found.items():
-        error = f" ±{stdev(rates) / len(rates) ** 0.5:.3f}" if len(rates) > 1 else ""
-        lines.append(f"| {row} | {mean(rates):.3f}{error} | {len(rates)} |")
+        lines.append(f"| {row} | {spread(rates, 3)} | {len(rates)} |")
     return "\n".join(lines)
 
 
 def main() -> None:
     """Run a seed, or join the results of several."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--method", choices=("steps", "guidance"), default="steps")

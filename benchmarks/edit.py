@@ -25,17 +25,17 @@ over seeds with standard errors; with one seed they are those of a share among t
 
 import argparse
 import json
-import math
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 import diffusers
 import numpy as np
 import torch
+from common.basics import device_name, parser_of, percent, write_json
 from PIL import Image
 
 from sd3_light.assets import DEMO
@@ -192,10 +192,10 @@ class Bench:
             "other reference": self.score(self.drawn(model, names, shifted)),
             "shuffled": self.score(self.drawn(model, [*names[1:], names[0]], references)),
         }
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        device = device_name()
         facts = {name: getattr(self.args, name) for name in ("seed", "family", "pairs", "batch", "lr", "edits", "set")}
         record = {**facts, "steps": steps, "seconds": round(seconds, 1), "device": device, "rows": rows}
-        result.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_json(result, record)
 
     def references(self) -> list[Path]:
         """Return the files of the images before the held-out edits."""
@@ -239,19 +239,15 @@ def table_of(files: Iterable[Path]) -> str:
         cells = []
         for column in columns:
             shares = [record["rows"][row][column] for record in records]
-            share = mean(shares)
             count = records[0]["edits"] if column in ("changed", "kept", "all") else records[0]["edits"] / 6
-            error = (
-                stdev(shares) / math.sqrt(len(shares)) if len(shares) > 1 else math.sqrt(share * (1 - share) / count)
-            )
-            cells.append(f"{100 * share:.1f} ± {100 * error:.1f}")
+            cells.append(percent(shares, count))
         lines.append(f"| {row} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", f"{len(records)} seed(s), {[record['steps'] for record in records]} steps"])
 
 
 def main() -> None:
     """Run a seed, or join the results of several."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--family", choices=sorted(_FAMILY_KEYS), default="sd3")

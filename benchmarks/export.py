@@ -12,7 +12,6 @@ of host memory and the proof. OUT/export.json has the rows as soon as they are k
 weight, the preparation a gigabyte of memory.
 """
 
-import argparse
 import json
 import resource
 import tempfile
@@ -22,14 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common.basics import parser_of, write_json
 from common.models import FAMILIES, SD3, Model, write_model
 from common.peaks import run_command
-from real_size import GIB, PROMPT, captions, write_images
+from real_size import PROMPT, captions, write_images
 
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.store import commit, reset_folder, temporary_folder, write_part
 from sd3_light.config import load_config
 from sd3_light.core.registry import family_of, starting_weights
+from sd3_light.cost.amount import GIB
 from sd3_light.engines.protocol import TensorPiece
 from sd3_light.export.model_facts import ModelFacts
 from sd3_light.export.trainable import put_adapter
@@ -156,7 +157,7 @@ def estimated(work: Path, run: str) -> dict[str, Any]:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("family", choices=FAMILIES, metavar="FAMILY", help=", ".join(FAMILIES))
     parser.add_argument("out", type=Path, help="folder of the results")
     parser.add_argument("--depth", default="full", help="blocks of the denoiser: full, third, or their number")
@@ -181,7 +182,7 @@ def main() -> None:
             results.append(measure(row, words, out, estimates.get(row, {}), 2 * parameters))
             print(json.dumps(asdict(results[-1])), flush=True)
             content = {"model": asdict(model), "parameters": parameters, "rows": [asdict(each) for each in results]}
-            (args.out / "export.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            write_json(args.out / "export.json", content)
 
 
 if __name__ == "__main__":

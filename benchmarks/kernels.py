@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common.basics import options, write_json
+from common.basics import parser_of, write_json
 from torch import Tensor
 
 from sd3_light.families.sd3.fast.fp8 import E4M3, Fp8Rows, Fp8Weight
@@ -126,7 +126,7 @@ def tune(batch: int) -> dict[str, Any]:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = options(__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("tiles", type=Path, help="JSON file of the fastest tiles")
     parser.add_argument("--batch", type=int, default=128)
     args = parser.parse_args()

@@ -29,11 +29,9 @@ means and standard errors over seeds, the best `word` less what is forgotten fir
 works.
 """
 
-import argparse
 import hashlib
 import itertools
 import json
-import math
 import multiprocessing
 import os
 import signal
@@ -46,10 +44,10 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import linear_regression, mean, stdev
+from statistics import linear_regression, mean
 from typing import Any
 
-import torch
+from common.basics import device_name, parser_of, spread
 from common.world import judged, start_judges
 
 from sd3_light.assets import DEMO
@@ -215,7 +213,7 @@ def run_cell(bench: Bench, cell: Cell) -> dict[str, Any]:
     table = loaded.train.sampling.model_copy(update={"before_first_step": cell.steps == 0})
     config = replace(loaded, train=loaded.train.model_copy(update={"sampling": table}))
     train.run(config, resume=train.Resume(restart=True), on_sample=on_sample)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    device = device_name()
     facts = {"recipe": bench.recipe, "seconds": round(time.monotonic() - started, 1), "device": device}
     facts["lanes"] = bench.lanes
     return {**asdict(cell), "groups": rates, **facts, "date": datetime.now(UTC).strftime("%Y-%m-%d")}
@@ -346,15 +344,9 @@ def table_of(results: dict[Cell, dict[str, Any]]) -> str:
     for key, seeds in sorted(rows.items(), key=rank):
         lr, size, steps, batch = key
         head = "| base | | 0 | |" if steps == 0 else f"| {lr:g} | {size} | {steps} | {batch} |"
-        cells = [_spread([row[name] for row in seeds]) for name in names]
+        cells = [spread([row[name] for row in seeds], 2) for name in names]
         lines.append(f"{head} {len(seeds)} | {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def _spread(values: Sequence[float]) -> str:
-    """Return a mean with its standard error."""
-    error = f" ±{stdev(values) / math.sqrt(len(values)):.2f}" if len(values) > 1 else ""
-    return f"{mean(values):.2f}{error}"
 
 
 def show(folder: Path, others: Sequence[Path] = (), recipe: str | None = None) -> None:
@@ -366,7 +358,7 @@ def show(folder: Path, others: Sequence[Path] = (), recipe: str | None = None) -
 
 def main() -> None:
     """Run the cells that are missing, then print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-4, 2e-4, 5e-4, 1e-3])
     parser.add_argument("--rank", type=int, nargs="+", default=[4, 16, 64])

@@ -12,14 +12,13 @@ blocks in host memory (pinned, with their optimizer state), the peak of the proc
 loss. `--out` keeps every row as a line of JSON as soon as it is known. Runs that differ in the number of swapped blocks
 alone have equal losses, as far as the kernels of attention repeat theirs. `--gib` is enforced by
 `torch.cuda.set_per_process_memory_fraction`; the CUDA context is not part of it. `--depth 20` takes 20 blocks of each
-kind, `third` a third of them. `--toy` takes tiny denoisers, on a CPU too. `PYTHONPATH` must name the root of the
-repository. A row of SD3 needs about a minute, one of Flux.1 two.
+kind, `third` a third of them. `--toy` takes tiny denoisers, on a CPU too. A row of SD3 needs about a minute, one of
+Flux.1 two.
 """
 
 import argparse
 import itertools
 import json
-import os
 import resource
 import statistics
 import subprocess
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common.basics import append_line, child_environment, parser_of
 from common.models import FAMILIES, SD3, Model, write_configs
 from torch import Tensor
 
@@ -39,12 +39,12 @@ from sd3_light.config import TrainConfig
 from sd3_light.core.batch import Batch
 from sd3_light.core.compiling import compile_blocks
 from sd3_light.core.registry import family_named, family_of
+from sd3_light.cost.amount import GIB
 from sd3_light.engines import Launch
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.export.trainable import load_what_trains
 from sd3_light.model.block_swap import HostRing
 
-GIB = 1 << 30
 TEXT_TOKENS = 512
 SD3_TEXT_TOKENS = 333
 COLUMNS = (
@@ -172,7 +172,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Measure each case in its own process."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--all-weights", action="store_true")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=["flux"])
     parser.add_argument("--depth", default="full")
@@ -197,23 +197,21 @@ def main() -> None:
         return
     print(" | ".join(COLUMNS), flush=True)
     stored = "weights" if options.all_weights else "bits"
-    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path(__file__).resolve().parent)]))
     for values in itertools.product(options.families, options.gib, getattr(options, stored), options.swap):
         facts = dict(zip(("families", "gib", stored, "swap"), values, strict=True))
         case = [text for name, value in facts.items() for text in (f"--{name}", str(value))]
-        command = [sys.executable, "-P", __file__, *sys.argv[1:], *case, "--one"]
-        facts |= _run(command, {**os.environ, "PYTHONPATH": path}, options.timeout)
+        command = [sys.executable, __file__, *sys.argv[1:], *case, "--one"]
+        facts |= _run(command, options.timeout)
         facts["family"] = facts.pop("families")
         print(" | ".join(str(facts.get(name, "")) for name in COLUMNS), flush=True)
         if options.out is not None:
-            with options.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"arguments": sys.argv[1:], **facts}) + "\n")
+            append_line(options.out, {"arguments": sys.argv[1:], **facts})
 
 
-def _run(command: list[str], environment: dict[str, str], timeout: int) -> dict[str, Any]:
+def _run(command: list[str], timeout: int) -> dict[str, Any]:
     """Return what a case prints last, or how it failed."""
     try:
-        run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout)
+        run = subprocess.run(command, capture_output=True, text=True, env=child_environment(), timeout=timeout)
     except subprocess.TimeoutExpired:
         return {"failed": f"it did not end within {timeout} s"}
     if run.returncode == 0:

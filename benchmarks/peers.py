@@ -39,10 +39,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common.basics import best_device, child_environment, device_name, parser_of, write_json
 from common.models import Model, write_model
 from PIL import Image
-from real_size import GIB, PROMPT, ROOT, captions, write_images
+from real_size import PROMPT, captions, write_images
 
+from sd3_light.cost.amount import GIB
 from sd3_light.runlog import read_log
 
 LORA = ("--rank", "16", "--lora_alpha", "16")
@@ -314,12 +316,10 @@ def _side(times: list[float], started: float, gib: float, steps: int) -> Side:
 
 def _run(command: list[str], output: Path, timeout: int, done: Callable[[], bool] = lambda: False) -> None:
     """Run a command until it ends, the time is over, or ``done`` is true."""
-    paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "COLUMNS": "160"}
     end = time.monotonic() + timeout
     with output.open("wb") as file:
         process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            command, stdout=file, stderr=subprocess.STDOUT, env=child_environment(), start_new_session=True
         )
         try:
             while process.poll() is None and not done() and time.monotonic() < end:
@@ -339,7 +339,7 @@ def main() -> None:
         script, results, steps, cudnn, *arguments = sys.argv[2:]
         run_script(script, Path(results), int(steps), cudnn == "1", arguments)
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("out", type=Path, help="folder of the results")
     parser.add_argument("--scripts", type=Path, help="folder of diffusers' scripts")
     parser.add_argument("--row", nargs="+", choices=ROWS, default=["lora-512-4", "lora-1024-1"])
@@ -359,9 +359,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # what it started ends with it
     args.out.mkdir(parents=True, exist_ok=True)
     args.out = args.out.absolute()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = best_device()
     side = 128 if args.toy else 1024
-    table: dict[str, Any] = {"device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU", "rows": {}}
+    table: dict[str, Any] = {"device": device_name(), "rows": {}}
     for family in dict.fromkeys(ROWS[name].family for name in args.row):
         with tempfile.TemporaryDirectory() as temporary:
             work = Path(temporary)
@@ -386,7 +386,7 @@ def main() -> None:
                     sides[kind] = run(name, row, work, args.out, args)
                     print(f"{name}: {kind} {sides[kind]}", flush=True)
                     table["rows"][name] = _result(row, sides)
-                    (args.out / "peers.json").write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+                    write_json(args.out / "peers.json", table)
                 print(f"{name}: ratio {table['rows'][name]['ratio']}", flush=True)
 
 

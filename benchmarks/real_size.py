@@ -41,19 +41,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from common.basics import best_device, device_name, parser_of, write_json
+from common.models import FAMILIES, SD3, Model, denoiser_parameters, write_model
+from common.peaks import Ran, run_command
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT)]  # the tiny pipelines of the tests
+from sd3_light.config.faults import RESUMABLE
+from sd3_light.cost.amount import GIB
+from sd3_light.runlog import read_log
 
-from common.models import FAMILIES, SD3, Model, denoiser_parameters, write_model  # noqa: E402
-from common.peaks import Ran, run_command  # noqa: E402
-
-from sd3_light.config.faults import RESUMABLE  # noqa: E402
-from sd3_light.runlog import read_log  # noqa: E402
-
-GIB = 1 << 30
 NUM_IMAGES = 20
 WORD = "sks"
 PROMPT = f"a photo of a red {WORD} toy on a table"
@@ -417,7 +414,7 @@ class Table:
         with self._lock:
             self.results.append(result)
             content = {**self.facts, "journeys": [asdict(row) for row in self.results]}
-            (self.out / "table.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            write_json(self.out / "table.json", content)
             (self.out / "table.md").write_text(self.text() + "\n", encoding="utf-8")
         outcome = result.failure or result.left_out or "passed"
         print(f"{result.journey}: {outcome} ({result.seconds:.0f} s)", flush=True)
@@ -500,7 +497,7 @@ def rehearse(args: argparse.Namespace, model: Model, device: torch.device, work:
     parameters = write_model(model, work / "model", [*captions(), PROMPT], device)
     seconds = time.monotonic() - started
     torch.cuda.empty_cache()
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    name = device_name()
     facts = {**asdict(model), "parameters": parameters, "device": name, "torch": torch.__version__, "lanes": args.lanes}
     print(f"{parameters:,} parameters on {name}: model and images written in {seconds:.0f} s", flush=True)
     table = Table(args.out.absolute(), facts)
@@ -514,7 +511,7 @@ def rehearse(args: argparse.Namespace, model: Model, device: torch.device, work:
 def main() -> None:
     """Run the benchmark."""
     started = time.monotonic()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("family", choices=FAMILIES, metavar="FAMILY", help=", ".join(FAMILIES))
     parser.add_argument("out", type=Path, help="folder of the results")
     parser.add_argument(
@@ -535,7 +532,7 @@ def main() -> None:
     names = [journey.name for journey in Plan(Path("work"), model, denoiser_parameters(model)).journeys()]
     if unknown := sorted(set(args.journey) - set(names)):
         parser.error(f"unknown journey {unknown[0]}; choose from: {', '.join(names)}")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = best_device()
     if device.type == "cpu" and not args.toy:
         parser.error("the real size needs a GPU; try --toy")
     args.out.mkdir(parents=True, exist_ok=True)

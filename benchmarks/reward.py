@@ -29,11 +29,12 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 import numpy as np
 import torch
+from common.basics import parser_of, percent, write_json
 from common.world import Bench as World
 from common.world import load as load_world
 from PIL import Image
@@ -154,7 +155,7 @@ class Bench:
             model, facts["minutes"] = self.trained(loaded, reward, steps)
         scored = {"right": self.right(model), "diversity": self.diversity(model)}
         values = {"row": row, "seed": self.seed, "steps": steps, "prompts": len(self.held_out), **scored, **facts}
-        result.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        write_json(result, values)
         print(json.dumps(values), flush=True)
 
     def config(self, row: str) -> tuple[LoadedConfig, Reward | None]:
@@ -265,9 +266,8 @@ def join(out: Path) -> str:
         "|---|---:|---:|---:|---:|---:|",
     ]
     if start and "guided" in start[0]:
-        lines.append(
-            f"| start, guidance 2 | {_percent([each['guided'] for each in start], start)} | | | | {len(start)} |"
-        )
+        guided = percent([each["guided"] for each in start], start[0]["prompts"])
+        lines.append(f"| start, guidance 2 | {guided} | | | | {len(start)} |")
     first = {each["seed"]: each["diversity"] for each in start}
     for row in ("start", *ROWS):
         results = by_row[row]
@@ -275,24 +275,14 @@ def join(out: Path) -> str:
             kept = mean(each["diversity"] / first[each["seed"]] for each in results)
             steps = mean(each["steps"] for each in results)
             minutes = mean(each.get("minutes", 0) for each in results)
-            right = _percent([each["right"] for each in results], results)
+            right = percent([each["right"] for each in results], results[0]["prompts"])
             lines.append(f"| {row} | {right} | {kept:.0%} | {steps:.0f} | {minutes:.1f} | {len(results)} |")
     return "\n".join(lines)
 
 
-def _percent(rates: Sequence[float], results: Sequence[dict[str, Any]]) -> str:
-    """Return a mean and its standard error."""
-    rate = mean(rates)
-    if len(rates) > 1:
-        error = stdev(rates) / math.sqrt(len(rates))
-    else:
-        error = math.sqrt(rate * (1 - rate) / results[0]["prompts"])
-    return f"{100 * rate:.1f} ± {100 * error:.1f}"
-
-
 def main() -> None:
     """Run the rows of a seed, or print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=20.0)

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from common.basics import parser_of
 from common.caches import sd3_columns
 from diffusers import SD3Transformer2DModel
 
@@ -261,7 +262,7 @@ def report_order(samples: int, worlds: list[int], window: int) -> None:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--samples", type=int, default=1_000_000_000)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 256, 1024])
     parser.add_argument("--window", type=int, default=16)

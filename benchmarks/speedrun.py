@@ -16,16 +16,14 @@ and printed as a row of the table in benchmarks/README.md. A record on harder sc
     python benchmarks/speedrun.py bench --name hard --set max_steps=20000 --set 'lr_scheduler="constant"'
 """
 
-import argparse
-import json
 import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
 from ablate import MAIN, draw_all
+from common.basics import append_line, device_name, parser_of
 from common.world import Bench, ScoredRun, load, start_judges, text_encoders
 
 from sd3_light.config import UserError, resolved_toml
@@ -46,7 +44,7 @@ def record_of(
         "samples": reached["samples"], "scenes": "hard" if bench.hard else "simple", "side": bench.side,
         "num_prompts": bench.num_prompts, "reported": round(reported.count("1") / len(reported), 4),
         "num_report": bench.num_report, "text_encoders": encoders, "seed": run.loaded.train.seed, "set": overrides,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "device": device_name(),
         "recipe": resolved_toml(run.loaded), "scores": run.scores,
     }  # fmt: skip
 
@@ -71,7 +69,7 @@ def _supervision(encoders: dict[str, str]) -> str:
 
 def main() -> None:
     """Run or continue the speedrun."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--name", required=True, help="of the record and the run folder")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
@@ -94,8 +92,7 @@ def main() -> None:
         state = "finished" if run.is_finished else "cut by --minutes, continue with the same command"
         sys.exit(f"{best:.3f} of {args.target} after {run.seconds / 60:.2f} minutes, step {end.step}: {state}")
     record = record_of(run, args.name, args.set, bench, encoders)
-    with open(args.folder / RECORDS, "a", encoding="utf-8") as file:
-        file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    append_line(args.folder / RECORDS, record)
     print(as_row(record))
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common.basics import best_device, device_name, options, synchronize, write_json
+from common.basics import best_device, device_name, parser_of, synchronize, write_json
 from common.loops import Batch, Row, Step, batches, flops, make_step
 
 from sd3_light.config import SIZES
@@ -252,7 +252,7 @@ def line(results: dict[str, Any], base: float | None) -> str:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = options(__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("names", nargs="*", metavar="ROW", help="rows to run; none: all")
     parser.add_argument("--list", action="store_true", help="list the rows and exit")
     parser.add_argument("--steps", type=int, default=10, help="number of timed steps")

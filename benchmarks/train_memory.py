@@ -12,7 +12,6 @@ and `torch` is the same without the context, relative to `allocated`. `--tiny` r
 
 import argparse
 import gc
-import json
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common.basics import best_device, device_name, parser_of, synchronize, write_json
 from diffusers import SD3Transformer2DModel
 from torch import Tensor
 
@@ -166,22 +166,11 @@ def run(setup: Setup, device: torch.device, steps: int) -> dict[str, float]:
     for step in range(1, steps + 1):
         engine.train_step(batches, 1e-4)
         averages.update(engine.weights, step)
-        synchronize(device)
+        synchronize()
         if step == 1:
             started = time.perf_counter()
     seconds = (time.perf_counter() - started) / (steps - 1)
     return {"first_step_seconds": started - first, "seconds": seconds, **measured(device)}
-
-
-def device_name(device: torch.device) -> str:
-    """Return the name of the device."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def measured(device: torch.device) -> dict[str, float]:
@@ -232,7 +221,7 @@ def speed(setup: Setup, size: ModelSize, image: int, seconds: float, device: tor
     lengths = lengths_of(setup).tolist()
     rate = setup.accumulation * step_flops(SD3Cost(size), Counter(Tokens(image, text) for text in lengths)) / seconds
     results = {"images_per_second": setup.accumulation * setup.batch / seconds, "tflops": rate / 1e12}
-    peak = peak_flops(device_name(device), "bfloat16")
+    peak = peak_flops(device_name(), "bfloat16")
     return results if peak is None else {**results, "mfu": rate / peak}
 
 
@@ -258,7 +247,7 @@ def line(name: str, row: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="runs to measure; default: all")
     parser.add_argument("--list", action="store_true", help="list the runs and exit")
     parser.add_argument("--steps", type=int, default=3)
@@ -272,13 +261,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"unknown run {unknown[0]}; see --list")
     if args.steps < 2:
         parser.error("--steps must be at least 2: the first step is not timed")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = best_device()
     measure_all({name: SETUPS[name] for name in args.names or SETUPS}, device, args)
 
 
 def measure_all(setups: dict[str, Setup], device: torch.device, args: argparse.Namespace) -> None:
     """Measure all runs; the output file is written after each."""
-    name = device_name(device)
+    name = device_name()
     print(f"{name}, torch {torch.__version__}; sizes in GiB\n{_COLUMNS}", flush=True)
     rows: dict[str, Any] = {}
     for key, setup in setups.items():
@@ -287,7 +276,7 @@ def measure_all(setups: dict[str, Setup], device: torch.device, args: argparse.N
         print(line(key, rows[key]), flush=True)
         if args.out is not None:
             about = {"device": name, "torch": torch.__version__, "runs": rows}
-            args.out.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+            write_json(args.out, about)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common.basics import options, write_json
+from common.basics import parser_of, write_json
 from common.caches import IMAGES, Shape, write_cache, write_model_folder
 from common.profiling import profiling
 from common.start import measure_start, without_saves
@@ -339,7 +339,7 @@ def turn(lock: Path | None) -> Iterator[None]:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the argument parser."""
-    parser = options(__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--regimes", nargs="*", choices=REGIMES, help="run these, or all, with --out")
     parser.add_argument("--regime", choices=REGIMES, help="a named set of options")
     parser.add_argument("--size", choices=SIZES, default="sd3_light")

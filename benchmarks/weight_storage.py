@@ -1,10 +1,10 @@
 """Compares float32 master weights with weights in bfloat16, 8-bit moments and released gradients, over several seeds.
 
-The row `stock` has float32 weights without fast or compiled blocks and CUDA graphs.
+The row `stock` has float32 weights without fast or compiled blocks and CUDA graphs, `fp8` has them with fp8 products.
 
     python benchmarks/world_prepare.py FOLDER --scenes simple --side 256 --images 16384 --caches padded
     python benchmarks/weight_storage.py FOLDER [--blocks 24] [--heads 24] [--steps 500] [--seeds 1 2 3] [--batch 16]
-                                        [--rows float32 stock 8bit bfloat16 adafactor] [--set KEY=VALUE ...]
+                                        [--rows float32 stock fp8 8bit bfloat16 adafactor] [--set KEY=VALUE ...]
                                         [--out FILE]
     python benchmarks/weight_storage.py TRAIN.toml ...
 
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common.basics import append_line, parser_of, read_lines
 from common.world import load
 
 from sd3_light.config import LoadedConfig, load_config
@@ -36,6 +37,7 @@ NARROW = ('optimizer.weight_dtype="bfloat16"',)
 ROWS: dict[str, tuple[str, ...]] = {
     "float32": (),
     "stock": ("fast=false", "compile=false", "cuda_graphs=false"),
+    "fp8": ("fp8=true",),
     "8bit": ('optimizer.type="adamw8bit"', *RELEASE),
     "bfloat16": ('optimizer.type="adamw8bit"', *RELEASE, *NARROW),
     "bfloat16-moments32": (*RELEASE, *NARROW),
@@ -89,7 +91,7 @@ def run_one(args: argparse.Namespace, row: str, seed: int) -> dict[str, Any]:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     train.run(load_run(args, overrides(args, row, seed, folder.resolve())), on_sample=lambda *_: None)
-    events = [json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    events = read_lines(folder / "log.jsonl")
     steps = [event for event in events if event["event"] == "step"]
     held_out = [event for event in events if event["event"] == "eval"]
     later = steps[len(steps) // 2 :]
@@ -127,7 +129,7 @@ def summary(results: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Run what is missing and print the table after every run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("source", type=Path, help="folder of world_prepare.py, or a train TOML")
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=["float32", "8bit", "bfloat16"])
     for name, value in {"blocks": 24, "heads": 24, "steps": 500, "batch": 16}.items():
@@ -140,14 +142,13 @@ def main() -> None:
     args = parser.parse_args()
     if args.tiny:
         vars(args).update(TINY)
-    results = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.is_file() else []
+    results = read_lines(args.out)
     for seed in args.seeds:
         for row in args.rows:
             if any((entry["row"], entry["seed"]) == (row, seed) for entry in results):
                 continue
             results.append(run_one(args, row, seed))
-            with open(args.out, "a", encoding="utf-8") as file:
-                file.write(json.dumps(results[-1]) + "\n")
+            append_line(args.out, results[-1])
             print(json.dumps(results[-1]), flush=True)
             print(summary(results), flush=True)
 

@@ -33,6 +33,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from common.basics import best_device, parser_of
 from common.world import BENCH_FILE, ENCODERS_FILE, REAL_CACHE, Bench, load
 from PIL import Image
 from transformers import AutoConfig, VisionTextDualEncoderModel
@@ -202,7 +203,7 @@ def build_cache(folder: Path, overrides: tuple[str, ...], processes: int) -> Non
 @torch.no_grad()
 def check_vae(folder: Path, bench: Bench, count: int = 128) -> dict[str, float]:
     """Return the quality of reconstructed held-out images: PSNR in dB, and the share that the judge finds right."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = best_device()
     vae = load_vae(folder / "model", device, torch.float32)
     drawn = [draw_one(bench, index, HELD_OUT_SEED, True) for index in range(count)]
     prompts, images, errors = [Prompt("", scene) for _, scene in drawn], [], []
@@ -220,7 +221,7 @@ def check_vae(folder: Path, bench: Bench, count: int = 128) -> dict[str, float]:
 
 def main() -> None:
     """Prepare a folder."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--scenes", choices=("hard", "simple"), default="hard")
     parser.add_argument("--side", type=int, choices=(64, 128, 256, 512), default=128)

@@ -1,7 +1,7 @@
 """The tables of docs/reference/multi-node.md from the formulas of `check`: micro-batches, and bytes sent per step.
 
-    python benchmarks/layouts.py             # print them
-    python benchmarks/layouts.py --write     # write them into the page
+    python scripts/layouts.py             # print them
+    python scripts/layouts.py --write     # write them into the page
 
 For eight GPUs, bf16, activation checkpointing and one EMA track: the largest micro-batch (a power of two, at most 256)
 whose estimated memory fits, on the pipeline stage that needs most. What is sent is that of 8, 64 and 1,024 GPUs, and

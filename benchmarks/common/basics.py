@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
@@ -13,7 +14,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def options(description: str | None) -> argparse.ArgumentParser:
+def parser_of(description: str | None) -> argparse.ArgumentParser:
     """Return an argument parser whose help is a script's docstring."""
     return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
@@ -26,6 +27,12 @@ def best_device() -> torch.device:
 def device_name() -> str:
     """Return the name of the GPU, or `CPU`."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+
+
+def child_environment() -> dict[str, str]:
+    """Return the environment of commands that import this package and the tests' tiny models."""
+    paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "COLUMNS": "160"}
 
 
 def synchronize() -> None:
@@ -55,11 +62,11 @@ def standard_error(values: Sequence[float]) -> float:
     return stdev(values) / math.sqrt(len(values))
 
 
-def share_error(shares: Sequence[float], count: int) -> float:
-    """Return the standard error of a mean share: over seeds, or with one seed that of a share among ``count``."""
-    if len(shares) > 1:
-        return standard_error(shares)
-    return math.sqrt(shares[0] * (1 - shares[0]) / count)
+def percent(shares: Sequence[float], count: float) -> str:
+    """Return a mean share and its standard error: over seeds, or with one seed that of a share among ``count``."""
+    share = mean(shares)
+    error = standard_error(shares) if len(shares) > 1 else math.sqrt(share * (1 - share) / count)
+    return f"{100 * share:.1f} ± {100 * error:.1f}"
 
 
 def spread(values: Sequence[float], digits: int) -> str:

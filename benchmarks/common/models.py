@@ -5,6 +5,7 @@ parameters needs one shard of host memory, and the time that the disk takes.
 """
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from common.basics import ROOT
 from sd3_light.core import registry
 from sd3_light.model.loading import empty_model
 from sd3_light.parts.text_encoders import build_clip, build_t5, num_heads
@@ -257,6 +259,8 @@ def _write_sd3(model: Model, folder: Path, captions: list[str], device: torch.de
 
 def _tiny(family: str) -> Any:
     """Return the tiny pipeline of the tests, which has the tokenizers, the scheduler and the other entries."""
+    if str(ROOT) not in sys.path:  # a script has its own folder there
+        sys.path.append(str(ROOT))
     from tests.families import make_pipeline
 
     return make_pipeline(family)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from common.basics import child_environment
 
 
 @dataclass
@@ -97,14 +97,12 @@ def run_command(
     words: Sequence[str], output: Path, timeout: float, stop_when: Callable[[], bool] = lambda: False
 ) -> Ran:
     """Run ``sd3-light WORDS``, with its output in a file; send SIGTERM once ``stop_when`` returns True."""
-    paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "COLUMNS": "160"}
     command = [sys.executable, "-P", "-m", "sd3_light", *words]
     started = time.monotonic()
     peaks = Peaks()
     is_stopped = False
     with output.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=child_environment())
         while process.poll() is None:
             peaks.look(process.pid)
             if not is_stopped and stop_when():

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def layouts() -> Any:
-    return load_module("layouts", ROOT / "benchmarks" / "layouts.py")
+    return load_module("layouts", ROOT / "scripts" / "layouts.py")
 
 
 def test_the_table_is_what_the_formulas_give(layouts: Any, page: Any) -> None:
@@ -23,7 +23,7 @@ def test_the_table_is_what_the_formulas_give(layouts: Any, page: Any) -> None:
     for table in (layouts.table(), layouts.traffic_table()):
         first = lines.index(table[0])
         rows = lines[first : lines.index("", first)]
-        assert rows == table, "run `python benchmarks/layouts.py --write`"
+        assert rows == table, "run `python scripts/layouts.py --write`"
 
 
 def test_more_sharding_takes_less_memory(layouts: Any) -> None:
