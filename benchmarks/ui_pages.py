@@ -1,4 +1,6 @@
-"""How fast the pages of `sd3-light ui` open: `python benchmarks/ui_pages.py (data|runs) [COUNT] [FOLDER]`.
+"""How fast do the pages of `sd3-light ui` open?
+
+    python benchmarks/ui_pages.py data|runs [COUNT] [FOLDER]
 
 `data` writes the catalogue of a made-up dataset and the tables of a made-up cache of COUNT samples (no images, no
 encoders). `runs` writes 1,000 runs of 2,000 logged steps, and one whose log has COUNT lines. Each page is opened the
@@ -9,7 +11,6 @@ memory: a slow disk adds its time.
 
 import itertools
 import json
-import sys
 import tempfile
 import threading
 import time
@@ -22,6 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.feather as feather
 import uvicorn
+from common.basics import parser_of
 
 from sd3_light.config.load_dataset import load_directories
 from sd3_light.data.manifest import SHARDS, Manifest, ShardEntry
@@ -197,13 +199,14 @@ def measure_data(root: Path, count: int) -> None:
 
 def main() -> None:
     """Measure."""
-    kind = sys.argv[1] if len(sys.argv) > 1 else ""
-    if kind not in ("data", "runs"):
-        sys.exit(__doc__)
-    count = int(sys.argv[2]) if len(sys.argv) > 2 else 1_000_000
+    parser = parser_of(__doc__)
+    parser.add_argument("kind", choices=("data", "runs"))
+    parser.add_argument("count", type=int, nargs="?", default=1_000_000)
+    parser.add_argument("folder", type=Path, nargs="?", help="keeps the files; default: a temporary one")
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        root = Path(sys.argv[3] if len(sys.argv) > 3 else temporary)
-        (measure_data if kind == "data" else measure_runs)(root, count)
+        root = args.folder or Path(temporary)
+        (measure_data if args.kind == "data" else measure_runs)(root, args.count)
 
 
 if __name__ == "__main__":
