@@ -1,6 +1,5 @@
 """A stock family on two processes (gloo) trains like one, with every engine."""
 
-
 import pytest
 
 from tests.distributed.layouts import DDP, FSDP2, HAS_DEEPSPEED, ONE, ZERO1, ZERO2, Job, launch
