@@ -60,9 +60,6 @@ def _rows() -> dict[str, Row]:
         "fast-56-512px": replace(ours, batch=56, sides=LARGE),  # as many tokens as 128 images of 256 px
         "fast-64-512px-real": replace(ours, batch=64, sides=LARGE, text="real"),
         "plain-32-512px": replace(plain, batch=32, sides=LARGE),
-        "fast-64-graph": replace(ours, step="graph", batch=64),
-        "fast-128-graph": replace(ours, step="graph"),
-        "fast-128-in-backward": replace(ours, optimizer="in backward"),
         # less stored for the backward pass
         "fast-128-selective": replace(ours, options=BlockOptions(keep="products")),
         "fast-128-again": replace(ours, options=BlockOptions(keep="inputs")),
@@ -90,8 +87,7 @@ ROWS = _rows()
 def tiny(row: Row) -> Row:
     """Return a small version of a row for a CPU."""
     sides = tuple((width // 64 * 16, height // 64 * 16) for width, height in row.sides)
-    options, step = replace(row.options, attention=None), "fast" if row.step == "graph" else row.step
-    return replace(row, step=step, size="tiny2", batch=4, sides=sides, options=options)
+    return replace(row, size="tiny2", batch=4, sides=sides, options=replace(row.options, attention=None))
 
 
 # --- one row -----------------------------------------------------------------------------------
@@ -182,7 +178,7 @@ def run_here(names: Sequence[str], args: argparse.Namespace) -> None:
     for name in names:
         row = tiny(ROWS[name]) if args.tiny else ROWS[name]
         try:
-            if device.type == "cuda" and row.step in ("fast", "graph"):
+            if device.type == "cuda" and row.step == "fast":
                 problem = kernel_problem(row.options.products == "fp8", device)
                 assert problem is None, problem
             results = measure(row, args.steps, name in args.profile, device)
@@ -190,8 +186,8 @@ def run_here(names: Sequence[str], args: argparse.Namespace) -> None:
             results = {"error": f"{type(error).__name__}: {str(error)[:600]}"}
         with open(args.child, "a", encoding="utf-8") as file:
             file.write(json.dumps({"name": name, **results}) + "\n")
-        if "CUDA error" in results.get("error", "") or row.optimizer == "in backward":
-            sys.exit(RESTART)  # the device is unusable, or hooks keep the model alive
+        if "CUDA error" in results.get("error", ""):
+            sys.exit(RESTART)  # the device is unusable
         torch._dynamo.reset()
         gc.collect()
         if device.type == "cuda":

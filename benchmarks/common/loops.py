@@ -1,7 +1,7 @@
 """Settings, random batches and training steps that `step.py` measures."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,11 +123,8 @@ def plain_step(row: Row, model: SD3Transformer2DModel, device: torch.device) -> 
 
 
 def make_optimizer(model: SD3Transformer2DModel, kind: str) -> Callable[[], None]:
-    """Return a function that clips by the global norm and steps. ``folded``: the AdamW kernel scales the gradients.
-    ``in backward``: every parameter is stepped when its gradient is ready, so clipping is impossible."""
+    """Return a function that clips by the global norm and steps. ``folded``: the AdamW kernel scales the gradients."""
     parameters = list(model.parameters())
-    if kind == "in backward":
-        return step_in_backward(parameters)
     options = {"lr": 1e-4, "weight_decay": 0.01, "fused": True, "capturable": parameters[0].is_cuda}
     optimizer: Any = torch.optim.AdamW(parameters, **options)
 
@@ -144,20 +141,6 @@ def make_optimizer(model: SD3Transformer2DModel, kind: str) -> Callable[[], None
         optimizer.zero_grad(set_to_none=True)
 
     return step
-
-
-def step_in_backward(parameters: Sequence[nn.Parameter]) -> Callable[[], None]:
-    """Step each parameter in the backward pass and free its gradient."""
-    optimizers = {p: torch.optim.AdamW([p], lr=1e-4, weight_decay=0.01, fused=True) for p in parameters}
-
-    def update(parameter: Tensor) -> None:
-        optimizer = optimizers[parameter]  # type: ignore[index]
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(update)
-    return lambda: None
 
 
 def compiled_step(row: Row, model: SD3Transformer2DModel, device: torch.device) -> Step:
@@ -194,41 +177,11 @@ def fast_step(row: Row, model: SD3Transformer2DModel, device: torch.device) -> S
     return step
 
 
-def graph_step(row: Row, model: SD3Transformer2DModel, device: torch.device) -> Step:
-    """The fast step as one CUDA graph, recorded after three steps. All batches have the same shapes."""
-    step = fast_step(row, model, device)
-    recorded: list[tuple[Batch, torch.cuda.CUDAGraph, Tensor]] = []
-
-    def record(batch: Batch) -> Tensor:
-        static = Batch(tuple(feature.clone() for feature in batch.features), batch.target.clone(), None)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            losses = [step(static) for _ in range(3)]
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            loss = step(static)
-        recorded.append((static, graph, loss))
-        return losses[0]
-
-    def replay(batch: Batch) -> Tensor:
-        if not recorded:
-            return record(batch)
-        static, graph, loss = recorded[0]
-        for target, source in zip((*static.features, static.target), (*batch.features, batch.target), strict=True):
-            target.copy_(source)
-        graph.replay()
-        return loss.clone()
-
-    return replay
-
-
 def make_step(row: Row, size: ModelSize, device: torch.device) -> Step:
     """Build the model on the device and return its step."""
     with torch.device(device):
         model = SD3Transformer2DModel(**size.transformer_config())
     if row.step == "plain":
         return plain_step(row, model, device)
-    makers = {"compiled": compiled_step, "graph": graph_step}
-    return makers.get(row.step, fast_step)(row, model, device)
+    make = compiled_step if row.step == "compiled" else fast_step
+    return make(row, model, device)
