@@ -35,7 +35,7 @@ from typing import Any
 import diffusers
 import numpy as np
 import torch
-from common.basics import device_name, parser_of, percent, write_json
+from common.basics import device_name, parser_of, percent, steps_that_fit, write_json
 from PIL import Image
 
 from sd3_light.assets import DEMO
@@ -170,9 +170,7 @@ class Bench:
         """Return the steps of the run: as given, or as many as fit into the minutes by two short runs."""
         if self.args.minutes is None:
             return int(self.args.train_steps)
-        first, last = (self.trained(steps)[1] for steps in _SPEED_STEPS)
-        each = max(1e-3, (last - first) / (_SPEED_STEPS[1] - _SPEED_STEPS[0]))
-        return max(_SPEED_STEPS[1], round(60 * self.args.minutes / each))
+        return steps_that_fit(lambda steps: self.trained(steps)[1], _SPEED_STEPS, self.args.minutes)
 
     def run(self) -> None:
         """Train and score all rows, unless they are there."""

@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common.basics import parser_of, percent, write_json
+from common.basics import parser_of, percent, steps_that_fit, write_json
 from common.world import Bench as World
 from common.world import load as load_world
 from PIL import Image
@@ -185,13 +185,13 @@ class Bench:
 
     def affordable(self, loaded: LoadedConfig, reward: Reward | None, share: float) -> int:
         """Return the steps that take a share of the minutes, by the times of two short runs."""
-        times = []
-        for steps in CALIBRATION:
+
+        def seconds_of(steps: int) -> float:
             began = seconds()
             self.trained(loaded, reward, steps)
-            times.append(seconds() - began)
-        each = max(1e-3, (times[1] - times[0]) / (CALIBRATION[1] - CALIBRATION[0]))
-        return max(CALIBRATION[1], round(60 * share * self.minutes / each))
+            return seconds() - began
+
+        return steps_that_fit(seconds_of, CALIBRATION, share * self.minutes)
 
     def trained(self, loaded: LoadedConfig, reward: Reward | None, steps: int) -> tuple[Path, float]:
         """Train and return the export and the minutes, with loading and exporting."""

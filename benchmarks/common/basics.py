@@ -4,7 +4,7 @@ import argparse
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -55,6 +55,13 @@ def append_line(file: Path, record: Mapping[str, Any]) -> None:
 def write_json(file: Path, content: Any) -> None:
     """Write a JSON file that people read."""
     file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def steps_that_fit(seconds_of: Callable[[int], float], lengths: tuple[int, int], minutes: float) -> int:
+    """Return the steps of a run that fit into the minutes, by the seconds of two short runs of these lengths."""
+    first, last = (seconds_of(steps) for steps in lengths)
+    each = max(1e-3, (last - first) / (lengths[1] - lengths[0]))
+    return max(lengths[1], round(60 * minutes / each))
 
 
 def standard_error(values: Sequence[float]) -> float:

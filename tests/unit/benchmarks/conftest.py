@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-COMMON = ("ablations", "lanes", "models", "paired", "world")
+COMMON = ("ablations", "basics", "lanes", "models", "paired", "world")
 
 
 @pytest.fixture(scope="module")
