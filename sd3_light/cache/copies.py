@@ -97,8 +97,8 @@ class OldShards:
 class Copies:
     """What a unit copies, from open shards: for each entry the places by sample, and those of captions by text.
 
-    ``encoded_columns`` are those of captions that are not copied; ``with_images``: they are encoded together with the
-    images of their samples. Values of shards that are damaged, or have other columns than the manifest says, are left
+    ``encoded_columns`` are those of captions that are not copied; ``beside`` are the images of their samples
+    that they are encoded with. Values of shards that are damaged, or have other columns than the manifest says, are left
     out: they are encoded.
     """
 
@@ -112,7 +112,7 @@ class Copies:
         self.entries = {entry: self._of_intact(places) for entry, places in copies.entries.items()}
         self.captions = self._of_intact(copies.captions)
         self.encoded_columns = copies.columns.encoded
-        self.with_images = copies.columns.with_images
+        self.beside = copies.columns.beside
 
     def _of_intact(self, places: Mapping[_Key, Place]) -> dict[_Key, Place]:
         return {key: place for key, place in places.items() if self._readers[place[0]] is not None}

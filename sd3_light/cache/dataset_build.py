@@ -37,7 +37,7 @@ from sd3_light.cache.unit_builder import empty_content
 from sd3_light.config import DatasetConfig, TrainConfig
 from sd3_light.config.base import CacheLocation
 from sd3_light.config.faults import UserError
-from sd3_light.core.columns import IMAGE, beside_captions, entries_of
+from sd3_light.core.columns import IMAGE, REFERENCE, beside_captions, entries_of
 from sd3_light.core.registry import family_of
 from sd3_light.data.cache_plan import CachePlan, Unit, make_cache_plan, reuse_files
 from sd3_light.data.manifest import MANIFEST, SHARDS, Manifest, ShardEntry, damaged_mark, read_entry
@@ -123,8 +123,8 @@ class DatasetBuild:
                 raise UserError(f"{len(units):,} shards are missing, such as {units[0].file}; {remedy}")
             reused = sum(unit.count for unit in self._in_part(plan.units)) - sum(unit.count for unit in units)
             beside = beside_captions(stored_columns(self._train.model))
-            assert beside <= {IMAGE}, f"no source has {beside}"
-            job = BuildJob(place, plan, claims, recipe["columns"], reuse, self._options.regenerate, bool(beside))
+            assert all(entry == IMAGE or entry.startswith(REFERENCE) for entry in beside), f"no source has {beside}"
+            job = BuildJob(place, plan, claims, recipe["columns"], reuse, self._options.regenerate, beside)
             if units and self._launch.is_main:
                 self._warn(title, job, units)
             built = self._encode(title, job, units, reused)

@@ -65,8 +65,8 @@ class CopiedColumns:
     """Which columns can be copied: all of an entry of samples (image, mask, rejected), and those of captions by name.
 
     ``encoded`` are the other columns of captions, ``encoded_entries`` the other entries. ``fingerprints``
-    are those of the copied columns. ``with_images`` says that captions are encoded together with the images of their
-    samples.
+    are those of the copied columns. ``beside`` are the images of samples that their captions are encoded
+    with.
     """
 
     entries: tuple[str, ...] = ()
@@ -74,7 +74,7 @@ class CopiedColumns:
     encoded: tuple[str, ...] = ()
     encoded_entries: tuple[str, ...] = ()
     fingerprints: Mapping[str, str] = field(default_factory=dict)
-    with_images: bool = False
+    beside: tuple[str, ...] = ()
 
     @staticmethod
     def of(columns: Sequence[Column], new: Mapping[str, str], old: Mapping[str, str]) -> "CopiedColumns":
@@ -84,10 +84,9 @@ class CopiedColumns:
         of_samples = [column for column in columns if not column.per_caption]
         changed = dict.fromkeys(entry_of(column) for column in of_samples if column.name not in same)
         entries = dict.fromkeys(entry for column in of_samples if (entry := entry_of(column)) not in changed)
-        beside = beside_captions(columns)
-        known = [name for name in captions if name in same and beside <= {IMAGE}]
+        known = [name for name in captions if name in same]
         encoded = [name for name in captions if name not in known]
-        return CopiedColumns(tuple(entries), tuple(known), tuple(encoded), tuple(changed), same, IMAGE in beside)
+        return CopiedColumns(tuple(entries), tuple(known), tuple(encoded), tuple(changed), same, beside_captions(columns))
 
     def __bool__(self) -> bool:
         return bool(self.entries or self.captions)
@@ -144,7 +143,8 @@ class ReuseIndex:
 
     def __init__(self, path: Path) -> None:
         facts = read_json_file(path.with_suffix(".json"))
-        names = {name: tuple(facts["columns"][name]) for name in ("entries", "captions", "encoded", "encoded_entries")}
+        lists = ("entries", "captions", "encoded", "encoded_entries", "beside")
+        names = {name: tuple(facts["columns"][name]) for name in lists}
         self.columns = CopiedColumns(**{**facts["columns"], **names})
         self.counts = ValueCounts(**facts["counts"])
         cells = path.with_suffix(".cells")
@@ -156,7 +156,7 @@ class ReuseIndex:
 
     def copies(self, members: Sequence[Member]) -> UnitCopies:
         """Return what the unit with these samples copies."""
-        texts = list(distinct_texts(members, self.columns.with_images))
+        texts = list(distinct_texts(members, self.columns.beside))
         fingerprints = [member.fingerprints for member in members]
         entries = {
             entry: self._find(each.get(stored_entry(entry), "") for each in fingerprints)
@@ -188,9 +188,9 @@ class ReuseIndex:
         return {at: (places[at][0], places[at][1]) for at in np.flatnonzero(same).tolist()}
 
 
-def distinct_texts(members: Iterable[Member], with_images: bool) -> dict[Text, int]:
+def distinct_texts(members: Iterable[Member], beside: Sequence[str]) -> dict[Text, int]:
     """Return the distinct captions of samples, numbered in order."""
-    texts = dict.fromkeys(text for member in members for text in texts_of(member, with_images))
+    texts = dict.fromkeys(text for member in members for text in texts_of(member, beside))
     return {text: number for number, text in enumerate(texts)}
 
 
@@ -263,7 +263,7 @@ def _add_wanted(update: Update, wanted: Mapping[str, SortedArray]) -> None:
             fingerprints = [member.fingerprints for member in members]
             for entry in update.entries:
                 wanted[entry].add(_as_bytes(each[entry] for each in fingerprints if entry in each))
-            texts = distinct_texts(members, update.columns.with_images)
+            texts = distinct_texts(members, update.columns.beside)
             wanted[_CAPTIONS].add(_as_bytes(text.fingerprint for text in texts))
             if bar is not None:
                 bar.advance()
@@ -280,12 +280,12 @@ def _add_cells(
     number = 0
     fetch_tables(entry.file for entry in sources)
     for entry in sources:
-        read = dict.fromkeys([*wanted, *([IMAGE] if update.columns.with_images else [])])
+        read = dict.fromkeys([*wanted, *update.columns.beside])
         names = list(dict.fromkeys(map(_stored_name, read)))
         table = _read_table((update.shards / entry.file).with_suffix(".arrow"), names, entry)
         if table is None:
             continue
-        fingerprints = {name: _fingerprints(table, name, update.columns.with_images) for name in wanted}
+        fingerprints = {name: _fingerprints(table, name, update.columns.beside) for name in wanted}
         records = [_wanted_records(fingerprints[name], wanted[name], number) for name in wanted]
         if any(map(len, records)):
             for part in records:
@@ -311,19 +311,25 @@ def _stored_name(name: str) -> str:
     return REFERENCES if name.startswith(REFERENCE) else name if name == _CAPTIONS else f"{name}_fingerprint"
 
 
-def _fingerprints(table: Any, name: str, with_images: bool) -> NDArray[np.bytes_]:
+def _fingerprints(table: Any, name: str, beside: Sequence[str]) -> NDArray[np.bytes_]:
     """Return the fingerprints of a shard's rows, or of its distinct captions in their order."""
-    if name.startswith(REFERENCE):
-        if REFERENCES not in table.column_names:
-            return _as_bytes([""] * table.num_rows)
-        number = int(name.removeprefix(REFERENCE))
-        return _as_bytes((own[number : number + 1] or [""])[0] for own in table[REFERENCES].to_pylist())
     if name != _CAPTIONS:
-        return _as_bytes(table[f"{name}_fingerprint"].to_pylist())
+        return _as_bytes(_of_entry(table, name))
     captions = table[_CAPTIONS].to_pylist()
-    images = table[f"{IMAGE}_fingerprint"].to_pylist() if with_images else [""] * len(captions)
+    seen = zip(*(_of_entry(table, entry) for entry in beside), strict=True) if beside else [()] * len(captions)
+    images = map("".join, seen)
     texts = dict.fromkeys(Text(text, image) for image, own in zip(images, captions, strict=True) for text in own)
     return _as_bytes(text.fingerprint for text in texts)
+
+
+def _of_entry(table: Any, entry: str) -> list[str]:
+    """Return the fingerprints of an entry of a shard's rows; those of an absent one are empty."""
+    if not entry.startswith(REFERENCE):
+        return list(table[f"{entry}_fingerprint"].to_pylist())
+    if REFERENCES not in table.column_names:
+        return [""] * table.num_rows
+    number = int(entry.removeprefix(REFERENCE))
+    return [(own[number : number + 1] or [""])[0] for own in table[REFERENCES].to_pylist()]
 
 
 def _wanted_records(fingerprints: NDArray[np.bytes_], wanted: SortedArray, number: int) -> NDArray[np.bytes_]:

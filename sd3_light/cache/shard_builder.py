@@ -47,7 +47,7 @@ class BuildJob:
     """The cache that units belong to: its folder, plan, and the ``fingerprints`` of its columns.
 
     ``reuse`` says what is copied from old shards; None: nothing. ``regenerate``: encode units again that are built.
-    ``with_images``: captions are encoded together with the images of their samples.
+    ``beside`` are the images of samples that their captions are encoded with.
     """
 
     place: BuildFolder
@@ -56,12 +56,12 @@ class BuildJob:
     fingerprints: Mapping[str, str] = field(default_factory=dict)
     reuse: ReuseIndex | None = None
     regenerate: bool = False
-    with_images: bool = False
+    beside: tuple[str, ...] = ()
 
     def copies(self, members: Sequence[Member]) -> UnitCopies:
         """Return what a unit with these samples copies."""
         if self.reuse is None:
-            return UnitCopies(columns=CopiedColumns(with_images=self.with_images))
+            return UnitCopies(columns=CopiedColumns(beside=self.beside))
         return self.reuse.copies(members)
 
 
@@ -166,6 +166,6 @@ class ShardBuilder:
 
 def tokenize_missing(encoders: Encoders, members: Sequence[Member], copies: Copies) -> list[Tokens]:
     """Return the token ids of the captions that are not copied, by `text_groups`; none if they need their images."""
-    if copies.with_images:
+    if copies.beside:
         return []
     return [encoders.tokenize(group.captions) for group in text_groups(members, copies)]

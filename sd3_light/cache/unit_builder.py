@@ -21,6 +21,7 @@ from sd3_light.config.base import DataLocation
 from sd3_light.config.faults import UserError
 from sd3_light.core.columns import IMAGE, MASK, OPTIONAL, REFERENCE, TEACHER, Column, entry_of, mask_factor
 from sd3_light.core.encoding import Encoders, PairEncoders, Tokens
+from sd3_light.core.registry import family_of
 from sd3_light.data.cache_plan import Member, Text, Unit, decode_task, texts_of
 from sd3_light.data.manifest import damaged_mark, read_entry
 from sd3_light.data.shards import Origin, ShardContent, write_shard
@@ -81,7 +82,7 @@ class UnitInProgress:
         numbers = self._to_decode[self.num_decoded : self.num_decoded + len(images)]
         self.num_decoded += len(images)
         pixels: dict[str, list[Pixels]] = {}
-        seen: dict[int, Pixels] = {}
+        seen: dict[int, list[Pixels]] = {}
         for number, image in zip(numbers, images, strict=True):
             if image.reason:
                 member = self.members[number]
@@ -91,9 +92,9 @@ class UnitInProgress:
             if image.mask is not None:
                 # a copy: the mask of a Ray task refers to memory that also holds the pixels
                 self.masks[number] = image.mask.copy()
-            if image.pixels is not None:
-                seen[number] = image.pixels
             decoded_entries = image.entries()
+            if set(self.copies.beside) <= decoded_entries.keys():
+                seen[number] = [decoded_entries[entry] for entry in self.copies.beside]
             if self.teacher is not None and image.pixels is not None:
                 decoded_entries[TEACHER] = image.pixels
             for entry, decoded in decoded_entries.items():
@@ -108,19 +109,20 @@ class UnitInProgress:
             for name, values in parts.encode_images(np.stack(batch), self.unit.flip).items():
                 self.images.setdefault(name if entry == IMAGE else f"{name}.{entry}", []).append(values)
             self.vae_dtypes.add(str(parts.vae_dtype).removeprefix("torch."))
-        if self.copies.with_images:
+        if self.copies.beside:
             self._encode_with_images(seen, cast(PairEncoders, parts))
 
-    def _encode_with_images(self, pixels: Mapping[int, Pixels], parts: PairEncoders) -> None:
+    def _encode_with_images(self, pixels: Mapping[int, list[Pixels]], parts: PairEncoders) -> None:
         """Encode the captions of images that no earlier batch had."""
         members = [self.members[number] for number in pixels]
-        images = {member.fingerprints[IMAGE]: image for member, image in zip(members, pixels.values(), strict=True)}
+        pairs = zip(members, pixels.values(), strict=True)
+        images = {text: seen for member, seen in pairs for text in texts_of(member, self.copies.beside)}
         known = {text for group, _ in self.texts for text in group.texts}
         for group in text_groups(members, self.copies):
             texts = [text for text in group.texts if text not in known]
             if texts:
                 new = TextGroup(texts, group.columns)
-                encoded = parts.encode_pairs(new.captions, [images[text.image] for text in texts], new.columns)
+                encoded = parts.encode_pairs(new.captions, [images[text] for text in texts], new.columns)
                 self.texts.append((new, encoded))
 
     @property
@@ -135,7 +137,7 @@ class UnitInProgress:
 
     def encode_text(self, parts: Encoders) -> None:
         """Encode the captions of the samples that were not rejected, unless `add` did so with their images."""
-        if self.copies.with_images:
+        if self.copies.beside:
             return
         groups = text_groups(list(self.accepted.values()), self.copies)
         tokens = [parts.tokenize(group.captions) for group in groups] if self.rejected else self.tokens.result()
@@ -151,7 +153,7 @@ class UnitInProgress:
         images = len(seen) + sum(map(len, by_entry.values()))
         total = sum(len(member.fingerprints) - (MASK in member.fingerprints) for member in accepted)
         captions = sum(len(group.texts) for group, _ in self.texts)
-        distinct = distinct_texts(accepted, self.copies.with_images)
+        distinct = distinct_texts(accepted, self.copies.beside)
         return ValueCounts(images, total - images, captions, len(distinct) - captions)
 
     # --- the shard ------------------------------------------------------------------------------
@@ -159,8 +161,8 @@ class UnitInProgress:
     def content(self, columns: Sequence[Column], fingerprints: Mapping[str, str]) -> ShardContent:
         """Return the shard's tensors, which must be those of the columns. The encoders' results must be complete."""
         accepted = list(self.accepted.values())
-        distinct = distinct_texts(accepted, self.copies.with_images)
-        texts = [text for member in accepted for text in texts_of(member, self.copies.with_images)]
+        distinct = distinct_texts(accepted, self.copies.beside)
+        texts = [text for member in accepted for text in texts_of(member, self.copies.beside)]
         values: dict[str, Tensor] = {}
         for column in columns:
             if column.reads == MASK:
@@ -261,7 +263,7 @@ def text_groups(members: Sequence[Member], copies: Copies) -> list[TextGroup]:
     """Return the captions of samples that are encoded: those that no old shard has, then those that lack a column."""
     new = list[Text]()
     known = list[Text]()
-    for text in distinct_texts(members, copies.with_images):
+    for text in distinct_texts(members, copies.beside):
         (known if text in copies.captions else new).append(text)
     groups = [TextGroup(new), TextGroup(known if copies.encoded_columns else [], copies.encoded_columns)]
     return [group for group in groups if group.texts]
@@ -279,9 +281,10 @@ def to_decode(members: Sequence[Member], copies: Copies, with_teacher: bool = Fa
 def _unread(member: Member, number: int, copies: Copies, with_teacher: bool) -> tuple[str, ...]:
     """Return the entries of a sample that are copied and that nothing else is encoded with."""
     copied = copies.of_sample(number)
-    sees_image = copies.with_images and bool(text_groups([member], copies))
-    sees_image = sees_image or (with_teacher and TEACHER not in copied)
-    return tuple(entry for entry in copied if entry != IMAGE or not sees_image)
+    seen = copies.beside if copies.beside and text_groups([member], copies) else ()
+    if with_teacher and TEACHER not in copied:
+        seen = (*seen, IMAGE)
+    return tuple(entry for entry in copied if entry not in seen)
 
 
 def decode_batches(
@@ -294,10 +297,15 @@ def decode_batches(
     with_teacher = model.teacher_path is not None
     numbers = to_decode(members, copies, with_teacher)
     size = max(1, size // members[0].bucket.frames)
+    seen_at = family_of(model).reference_bucket(members[0].bucket)
     factor = mask_factor(stored_columns(model))
     for start in range(0, max(1, len(numbers)), size):
         batch = numbers[start : start + size]
-        yield [decode_task(members[at], root, _unread(members[at], at, copies, with_teacher), factor) for at in batch]
+        tasks = []
+        for at in batch:
+            unread = _unread(members[at], at, copies, with_teacher)
+            tasks.append(decode_task(members[at], root, unread, factor, seen_at))
+        yield tasks
 
 
 def _values(column: Column, tensors: Mapping[str, Tensor]) -> list[Tensor]:

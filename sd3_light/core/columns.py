@@ -196,9 +196,14 @@ def reference_entry(number: int) -> str:
     return f"{REFERENCE}{number}"
 
 
-def with_references(columns: Sequence[Column], count: int) -> tuple[Column, ...]:
-    """Return columns with those of references: one for each of an image, named ``NAME.reference.0`` and so on."""
-    images = [column for column in columns if column.reads == IMAGE]
+def with_references(
+    columns: Sequence[Column], count: int, like: Sequence[Column] | None = None
+) -> tuple[Column, ...]:
+    """Return columns with those of references: one for each of an image, named ``NAME.reference.0`` and so on.
+
+    ``like`` are the columns of an image with the size of references, None: they have that of their image.
+    """
+    images = [column for column in (like or columns) if column.reads == IMAGE]
     added = [
         replace(column, name=f"{column.name}.{reference_entry(number)}", reads=reference_entry(number))
         for number in range(count)
@@ -224,9 +229,10 @@ def reads_caption(reads: str) -> bool:
     return CAPTION in reads.split("+")
 
 
-def beside_captions(columns: Sequence[Column]) -> set[str]:
+def beside_captions(columns: Sequence[Column]) -> tuple[str, ...]:
     """Return the entries that columns read beside captions; without any, samples with equal captions share values."""
-    return {entry for column in columns if column.per_caption for entry in column.reads.split("+")} - {CAPTION}
+    entries = (entry for column in columns if column.per_caption for entry in column.reads.split("+"))
+    return tuple(dict.fromkeys(entry for entry in entries if entry != CAPTION))
 
 
 def difference(columns: Sequence[Column], expected: Sequence[Column], same_bucket: bool = True) -> str | None:

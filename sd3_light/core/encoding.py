@@ -74,12 +74,18 @@ class Encoders(Protocol):
 
 
 class PairEncoders(Encoders, Protocol):
-    """The encoders of a family with columns that read captions and the images of their samples."""
+    """The encoders of a family with columns that read captions and images of their samples."""
 
     def encode_pairs(
-        self, captions: Sequence[str], images: "Sequence[NDArray[np.uint8]]", columns: Collection[str] | None = None
+        self,
+        captions: Sequence[str],
+        images: "Sequence[Sequence[NDArray[np.uint8]]]",
+        columns: Collection[str] | None = None,
     ) -> "dict[str, Tensor]":
-        """Encode captions with the image [H, W, 3] of each, not mirrored, as `encode_captions` does without them."""
+        """Encode captions with the images [H, W, 3] of each, not mirrored, as `encode_captions` does without them.
+
+        The images are those that the columns of captions read, in the order of `beside_captions`.
+        """
 
 
 class Encoding(ABC):

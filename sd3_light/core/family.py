@@ -66,7 +66,8 @@ class Family(ABC):
     names of its files. ``packages`` are those that its text needs beside transformers. ``text_tokens`` says whether a
     denoiser gets texts that are padded to one length, or their real tokens alone; ``guidance`` by what it is guided:
     a negative prompt, or a number that a distilled denoiser takes. ``references`` is how many images it sees beside the
-    text, and ``sets_references`` whether the config says it instead. ``patch`` are the latent pixels of a token's side.
+    text, and ``sets_references`` whether the config says it instead; ``texts_see_references`` whether its texts are
+    encoded with them, so that it draws nothing without. ``patch`` are the latent pixels of a token's side.
     """
 
     name: ClassVar[str]
@@ -84,6 +85,7 @@ class Family(ABC):
     guidance: ClassVar[tuple[Literal["negative prompt", "number"], ...]] = ("negative prompt",)
     references: ClassVar[int] = 0
     sets_references: ClassVar[bool] = False
+    texts_see_references: ClassVar[bool] = False
     patch: ClassVar[int] = 2
 
     @property
@@ -132,6 +134,10 @@ class Family(ABC):
     def reference_count(self, model: ModelConfig) -> int:
         """Return how many images the denoiser sees beside the text."""
         return model.references if self.sets_references else self.references
+
+    def reference_bucket(self, bucket: Bucket) -> Bucket:
+        """Return the size to which the references of a bucket's images are resized and cropped."""
+        return bucket
 
     def refusal(self, folder: Path) -> str | None:
         """Return why a model folder of this pipeline's class cannot be trained, and what to do; None if it can.

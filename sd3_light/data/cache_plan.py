@@ -63,15 +63,15 @@ IGNORED_SETTINGS = {
 
 
 class Text(NamedTuple):
-    """A caption and, if columns of captions read images too, the fingerprint of its sample's image."""
+    """A caption and, if columns of captions read images too, the fingerprints of those of its sample."""
 
     caption: str
-    image: str = ""
+    images: str = ""
 
     @property
     def fingerprint(self) -> str:
         """A hash of both."""
-        return digest_of("caption", self.caption, *([self.image] if self.image else []))
+        return digest_of("caption", self.caption, *([self.images] if self.images else []))
 
 
 @dataclass(frozen=True)
@@ -440,20 +440,28 @@ def sample_fingerprint(row: InputRow, captions: tuple[str, ...]) -> str:
     return digest_of(row.key, *digests, repr(captions), str(PREPROCESS_VERSION))
 
 
-def texts_of(member: Member, with_image: bool) -> list[Text]:
-    """Return the captions of a sample, each with the image if columns of captions read it."""
-    image = member.fingerprints[IMAGE] if with_image else ""
-    return [Text(caption, image) for caption in member.captions]
+def texts_of(member: Member, beside: Sequence[str]) -> list[Text]:
+    """Return the captions of a sample, each with the images that columns of captions read beside it."""
+    fingerprints = member.fingerprints if beside else {}
+    images = "".join(fingerprints[entry] for entry in beside)
+    return [Text(caption, images) for caption in member.captions]
 
 
 def decode_task(
-    member: Member, root: DataLocation, copied: tuple[str, ...] = (), mask_factor: int = MASK_FACTOR
+    member: Member,
+    root: DataLocation,
+    copied: tuple[str, ...] = (),
+    mask_factor: int = MASK_FACTOR,
+    seen_at: Bucket | None = None,
 ) -> DecodeTask:
-    """Return the task of decoding a sample without entries that are ``copied``; ``root`` is its source's folder."""
+    """Return the task of decoding a sample without entries that are ``copied``; ``root`` is its source's folder.
+
+    ``seen_at`` is the size of references, None: that of the image.
+    """
     row = member.row
     names = ("width", "height", "digest", "mask_digest", "rejected_digest", "frames", "fps", "reference_digests")
     probe = Probe(**{name: getattr(row, name) for name in names})
-    return DecodeTask(sample_location(row, root), probe, member.bucket, copied, mask_factor)
+    return DecodeTask(sample_location(row, root), probe, member.bucket, copied, mask_factor, seen_at)
 
 
 def digest_of(*parts: str) -> str:

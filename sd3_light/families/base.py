@@ -3,6 +3,7 @@
 import json
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -10,12 +11,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from sd3_light.config import ModelConfig, TrainConfig
 from sd3_light.core.columns import (
     CAPTION,
+    IMAGE,
+    REFERENCE,
     SMALLEST,
     Bucket,
     Column,
     mask_column,
     prepared_columns,
-    with_prepared_references,
     with_references,
 )
 from sd3_light.core.family import Family
@@ -338,21 +340,26 @@ class StockFamily(Family):
         shape = LatentShape.of_folder(folder)
         # the precisions that "auto" chooses differ by less than the latents' own noise
         settings = {} if model.vae_dtype == "auto" else {"vae_dtype": model.vae_dtype}
-        moments = Column(
-            "moments", "image", "float16", shape.moments(bucket, self.media == "video"), ("vae",), settings=settings
-        )
-        own = (moments, mask_column(shape.size(bucket), shape.factor))
-        images = with_references(own, self.reference_count(model))
+
+        def moments(size: Bucket) -> Column:
+            stored = shape.moments(size, self.media == "video")
+            return Column("moments", IMAGE, "float16", stored, ("vae",), settings=settings)
+
+        own = (moments(bucket), mask_column(shape.size(bucket), shape.factor))
+        images = with_references(own, self.reference_count(model), [moments(self.reference_bucket(bucket))])
         return (*images, *self.text_columns(model, folder))
 
     def prepared_columns(self, model: ModelConfig, columns: Sequence[Column]) -> tuple[Column, ...]:
         """See `Family.prepared_columns`: latents in float32, texts as they are stored."""
         moments = next(column for column in columns if column.name == "moments")
-        images = prepared_columns(moments, LatentShape.of_folder(model.diffusers_path).channels)
-        return (
-            *with_prepared_references(images, self.reference_count(model)),
-            *(column for column in columns if column.reads == CAPTION),
+        channels = LatentShape.of_folder(model.diffusers_path).channels
+        images = prepared_columns(moments, channels)
+        references = (
+            replace(images[0], name=column.reads, reads=column.reads, shape=(channels, *column.shape[1:]))
+            for column in columns
+            if column.reads.startswith(REFERENCE)
         )
+        return (*images, *references, *(column for column in columns if column.per_caption))
 
 
 @lru_cache(maxsize=4)

@@ -65,7 +65,8 @@ class Probe:
 class DecodeTask:
     """A probed sample and its bucket; entries in ``copied`` ("image", "mask", "rejected") are not read.
 
-    A value of the mask is that of a square of ``mask_factor`` pixels.
+    A value of the mask is that of a square of ``mask_factor`` pixels. References have the size ``seen_at``, None: that
+    of the bucket.
     """
 
     location: SampleLocation
@@ -73,6 +74,7 @@ class DecodeTask:
     bucket: Bucket
     copied: tuple[str, ...] = ()
     mask_factor: int = MASK_FACTOR
+    seen_at: Bucket | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,11 +180,11 @@ def _decode(task: DecodeTask) -> Decoded:
 
 
 def _decode_reference(task: DecodeTask, number: int) -> Pixels | None:
-    """Return the pixels of a reference, which has the bucket of its image; None if it is copied."""
+    """Return the pixels of a reference, cropped on its own; None if it is copied."""
     if reference_entry(number) in task.copied:
         return None
     data = _read_unchanged(task.location.references[number], task.probe.reference_digests[number])
-    return _fit_other(data, task.bucket)
+    return _fit_other(data, task.seen_at or task.bucket)
 
 
 def _fit_other(data: bytes | None, bucket: Bucket) -> Pixels | None:

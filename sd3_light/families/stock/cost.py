@@ -109,6 +109,9 @@ class StockCost(CountedCost):
         self._shape = shape
         self._side = shape.factor * family.patch
         self._prepared = [column for column in prepared if column.name not in ("target", "mask")]
+        (noisy,) = (column for column in self._prepared if column.name == "noisy")
+        # references of another size than the image have one of their own, nearly the same for all images
+        self._sized = [column for column in self._prepared if _is_seen(column) and column.shape != noisy.shape]
         text = next(column for column in self._prepared if column.name == TEXT)
         kind = "at most, as captions are not padded" if text.ragged and not family.pads_text else "padded"
         is_padded = not text.ragged or family.pads_text
@@ -154,8 +157,8 @@ class StockCost(CountedCost):
         values = {"t": torch.zeros(1)}
         for column in self._prepared:
             shape = (text, *column.shape[1:]) if column.name == TEXT else column.shape
-            is_latent = column.name == "noisy" or column.name.startswith(REFERENCE)
-            shape = (*column.shape[:-2], *sides) if is_latent else shape
+            follows = column.name == "noisy" or (_is_seen(column) and column not in self._sized)
+            shape = (*column.shape[:-2], *sides) if follows else shape
             values[column.name] = torch.zeros(1, *shape, dtype=getattr(torch, column.dtype))
         return Batch(1, values)
 
