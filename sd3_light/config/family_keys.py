@@ -12,7 +12,10 @@ from sd3_light.config.base import Allowed, KnownValues, Table, field_types, unwr
 from sd3_light.config.faults import Fault
 
 AUTO = "auto"
-FAMILY_NAMES = ("sd3", "flux", "flux_kontext", "flux2", "krea2", "prx", "qwen_image", "sana", "wan", "z_image")
+FAMILY_NAMES = (
+    *("sd3", "flux", "flux_kontext", "flux2", "krea2", "prx"),
+    *("qwen_image", "qwen_image_edit", "qwen_image_edit_plus", "sana", "wan", "z_image"),
+)
 """The families of this package, as `model.type` names them."""
 _INSTALLED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 

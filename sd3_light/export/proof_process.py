@@ -26,11 +26,13 @@ from typing import Any
 import diffusers
 import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 SEED = 0
 LARGE_TABLE = 1 << 24
+_FEW_PIXELS = 64 * 64
 _TENSOR = "tensor:"
 
 Update = Callable[[Tensor], Tensor]
@@ -137,9 +139,32 @@ def sample_image(pipe: Any, inputs: Mapping[str, Any]) -> Tensor:
     """Sample an image with values from 0 to 1, or a video, with fixed arguments and a fixed seed."""
     pipe.set_progress_bar_config(disable=True)
     generator = torch.Generator("cpu").manual_seed(SEED)
-    with torch.no_grad(), compute_in_float32(pipe.transformer):
-        image: Tensor = pipe(**inputs, generator=generator, output_type="pt", return_dict=False)[0][0]
+    arguments = {name: _as_images(value) for name, value in inputs.items()}
+    with torch.no_grad(), compute_in_float32(pipe.transformer), _small_references(pipe):
+        image: Tensor = pipe(**arguments, generator=generator, output_type="pt", return_dict=False)[0][0]
     return image.contiguous()
+
+
+def _as_images(value: Any) -> Any:
+    """Return an argument with images in place of pixels."""
+    if isinstance(value, Tensor) and value.dtype == torch.uint8:
+        return Image.fromarray(value.numpy())
+    return [_as_images(item) for item in value] if isinstance(value, list) else value
+
+
+@contextmanager
+def _small_references(pipe: Any) -> Iterator[None]:
+    """Let a pipeline that scales references to a million pixels scale them to few: a large model takes minutes."""
+    module = sys.modules[type(pipe).__module__]
+    scale = getattr(module, "calculate_dimensions", None)
+    if scale is None:
+        yield
+        return
+    module.calculate_dimensions = lambda _, ratio: scale(_FEW_PIXELS, ratio)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        module.calculate_dimensions = scale  # type: ignore[attr-defined]
 
 
 def digests(state: dict[str, Tensor]) -> dict[str, str]:

@@ -32,6 +32,7 @@ from sd3_light.model.part_configs import read_config, read_json
 from sd3_light.sources.buckets import SIDE_STEP
 
 if TYPE_CHECKING:
+    from PIL import Image
     from torch import Tensor, nn
 
     from sd3_light.core.batch import Batch
@@ -111,6 +112,12 @@ class StockFamily(Family):
     ) -> "Mapping[str, Sequence[Tensor]]":
         """Return the values of `encode_captions`, of these columns at least."""
         return self.encode_captions(pipe, texts, model)
+
+    def encode_pairs(
+        self, pipe: Any, texts: Sequence[str], images: "Sequence[Sequence[Image.Image]]", model: ModelConfig
+    ) -> "Mapping[str, Sequence[Tensor]]":
+        """Return the values of texts that are encoded with references, those of each text in their order."""
+        raise NotImplementedError
 
     def encode_negatives(self, pipe: Any, texts: Sequence[str], model: ModelConfig) -> "Mapping[str, Sequence[Tensor]]":
         """Return the values of negative prompts: those of captions, unless the pipeline encodes them differently."""

@@ -1,21 +1,29 @@
-"""Qwen-Image: one text stream of a vision-language model, and guidance that keeps the norm of tokens."""
+"""Qwen-Image and its models for edits: text of a vision-language model, and guidance that keeps the norm of tokens."""
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from sd3_light.config import ModelConfig
+from sd3_light.core.columns import CAPTION, Bucket, Column, reference_entry
 from sd3_light.families.base import StockFamily, resolution_shift, set_shifted_times
 from sd3_light.families.stock.texts import real_rows, text_mask
 from sd3_light.model.part_configs import read_json
 
 if TYPE_CHECKING:
+    from PIL import Image
     from torch import Tensor, nn
 
     from sd3_light.core.batch import Batch
 
-_OTHER_MODELS = ("zero_cond_t", "use_additional_t_cond", "use_layer3d_rope")
+_LAYERED = ("use_additional_t_cond", "use_layer3d_rope")
+_EDITED = "zero_cond_t"
+_AREA = 1024 * 1024  # pixels of a reference, as the pipelines scale it
+_SMALL_AREA = 384 * 384  # as Plus shows it to the text encoder
+_STEP = 32
 
 
 class QwenImage(StockFamily):
@@ -38,8 +46,12 @@ class QwenImage(StockFamily):
     def refusal(self, folder: Path) -> str | None:
         """See `Family.refusal`."""
         config = read_json(folder / "transformer" / "config.json")
-        keys = [key for key in _OTHER_MODELS if config.get(key)]
-        return f"its denoiser has {keys[0]}: it edits images or draws layers, which is not trained" if keys else None
+        keys = [key for key in _LAYERED if config.get(key)]
+        if keys:
+            return f"its denoiser has {keys[0]}: it draws layers, which is not trained"
+        if config.get(_EDITED) and not self.texts_see_references:
+            return f"its denoiser has {_EDITED}: it edits images; give the folder of a QwenImageEditPlusPipeline"
+        return None
 
     def frozen(self, config: Mapping[str, Any]) -> tuple[str, ...]:
         """See `StockFamily.frozen`: the last block has no text output."""
@@ -49,22 +61,27 @@ class QwenImage(StockFamily):
 
     def denoise(self, denoiser: "nn.Module", batch: "Batch", guidance: float) -> "Tensor":
         """See `StockFamily.denoise`."""
+        import torch
+
+        from sd3_light.core.batch import references
         from sd3_light.flow.packing import pack_latents, unpack_latents
 
         noisy = batch["noisy"]
         height, width = noisy.shape[-2:]
+        images = [noisy, *references(batch)]
+        shapes = [(1, image.shape[-2] // 2, image.shape[-1] // 2) for image in images]
         mask = text_mask(batch)
         is_rounded = batch.get("text.length") is not None  # the denoiser's use of a mask cannot be recorded
         tokens = denoiser(
-            hidden_states=pack_latents(noisy),
+            hidden_states=torch.cat([pack_latents(image) for image in images], 1),
             encoder_hidden_states=batch["text"],
             encoder_hidden_states_mask=None if is_rounded else mask,
             attention_kwargs={"attention_mask": mask} if is_rounded else None,
             timestep=(1000 * batch["t"]).to(noisy.dtype) / 1000,  # as the pipeline rounds it
-            img_shapes=[[(1, height // 2, width // 2)]] * len(noisy),
+            img_shapes=[shapes] * len(noisy),
             return_dict=False,
         )[0]
-        return unpack_latents(tokens, height, width)
+        return unpack_latents(tokens[:, : (height // 2) * (width // 2)], height, width)
 
     def speed_up(self, denoiser: "nn.Module") -> None:
         """See `StockFamily.speed_up`."""
@@ -101,3 +118,89 @@ class QwenImage(StockFamily):
             arguments["negative_prompt_embeds"] = negative["text"]
             arguments["negative_prompt_embeds_mask"] = text_mask(negative)
         return arguments
+
+
+class QwenImageEdit(QwenImage):
+    """Qwen-Image that sees an image beside the text, and whose text encoder sees it too.
+
+    References are scaled to about a million pixels, whatever the size of the image, as in the stock pipeline. A text is
+    the rows of the images, of which there are at most ``seen_rows`` each, and those of the caption.
+    """
+
+    name = "qwen_image_edit"
+    title = "Qwen-Image-Edit"
+    pipeline = "QwenImageEditPipeline"
+    text_parts = MappingProxyType({"qwen": ("text_encoder", "tokenizer", "processor")})
+    packages = ("torchvision",)  # the processor loads one of videos too
+    references = 1
+    texts_see_references = True
+    single_prompts = True
+    seen_rows: ClassVar[int] = 1536  # 1369 of a square: 28 x 28 pixels each
+
+    def reference_bucket(self, bucket: Bucket) -> Bucket:
+        """See `Family.reference_bucket`: a size that the pipeline leaves as it is; it rounds most to one at once."""
+        size = scaled(bucket, _AREA)
+        while (rounded := scaled(size, _AREA)) != size:
+            size = rounded
+        return size
+
+    def text_columns(self, model: ModelConfig, folder: Path) -> tuple[Column, ...]:
+        """See `StockFamily.text_columns`."""
+        (column,) = super().text_columns(model, folder)
+        count = self.reference_count(model)
+        reads = "+".join((CAPTION, *map(reference_entry, range(count))))
+        return (replace(column, reads=reads, shape=(self._rows(model, count), *column.shape[1:])),)
+
+    def _rows(self, model: ModelConfig, count: int) -> int:
+        """Return the rows of the longest text with this number of images."""
+        return self.max_length(model) + count * self.seen_rows
+
+    def encode_pairs(
+        self, pipe: Any, texts: Sequence[str], images: "Sequence[Sequence[Image.Image]]", model: ModelConfig
+    ) -> "Mapping[str, Sequence[Tensor]]":
+        """See `StockFamily.encode_pairs`: one by one, as the pipeline draws."""
+        values = []
+        for text, seen in zip(texts, images, strict=True):
+            encoded, mask = pipe.encode_prompt(prompt=[text], image=self.shown(pipe, seen))
+            (rows,) = real_rows(encoded, mask)
+            values.append(rows[: self._rows(model, len(seen))])
+        return {"text": values}
+
+    def shown(self, pipe: Any, images: "Sequence[Image.Image]") -> Any:
+        """Return the references of an image as the pipeline shows them to the text encoder."""
+        (image,) = images
+        return image
+
+    def reference_arguments(self, images: Any, size: tuple[int, int]) -> dict[str, Any]:
+        """See `StockFamily.reference_arguments`."""
+        (image,) = images
+        return {"image": image}
+
+
+class QwenImageEditPlus(QwenImageEdit):
+    """Qwen-Image-Edit with several images: the text encoder sees small ones."""
+
+    name = "qwen_image_edit_plus"
+    title = "Qwen-Image-Edit Plus"
+    pipeline = "QwenImageEditPlusPipeline"
+    references = 0
+    sets_references = True
+    seen_rows = 272  # 196 of a square, and their numbers
+
+    def shown(self, pipe: Any, images: "Sequence[Image.Image]") -> Any:
+        """See `QwenImageEdit.shown`."""
+        sizes = (scaled(Bucket(*image.size), _SMALL_AREA) for image in images)
+        pairs = zip(images, sizes, strict=True)
+        return [pipe.image_processor.resize(image, size.height, size.width) for image, size in pairs]
+
+    def reference_arguments(self, images: Any, size: tuple[int, int]) -> dict[str, Any]:
+        """See `StockFamily.reference_arguments`."""
+        return {"image": list(images)}
+
+
+def scaled(size: Bucket, area: int) -> Bucket:
+    """Return the size with about this area that the pipelines scale an image to."""
+    ratio = size.width / size.height
+    width = math.sqrt(area * ratio)
+    height = width / ratio
+    return Bucket(round(width / _STEP) * _STEP, round(height / _STEP) * _STEP)

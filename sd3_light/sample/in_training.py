@@ -115,7 +115,11 @@ class Sampler:
         negatives = (request.negative_prompt for request in own if request.negative_prompt)
         texts = list(dict.fromkeys([*(request.prompt for request in own), *negatives]))
         references = _reference_latents(config.model, own, device)
-        encoded = _texts(config.model, texts, cache_dir, data.manifest.recipe, device)
+        if family_of(config.model).texts_see_references:
+            pairs = dict.fromkeys(pair for each in own for pair in (_pair(each.prompt, each), _pair(each.negative_prompt, each)))
+            encoded = _texts_with_references(config.model, list(pairs), device)
+        else:
+            encoded = dict(_texts(config.model, texts, cache_dir, data.manifest.recipe, device))
         return replace(sampler, texts=encoded, references=references)
 
     def sample(
@@ -305,9 +309,10 @@ def _reference_latents(
         return {}
     family = family_of(model)
     with family.encoding.encoders(model, device, 1) as encoders:
-        moments = {
-            key: encoders.encode_images(np.array(read_fitted(*key))[None], flip=False)["moments"] for key in wanted
-        }
+        moments = {}
+        for path, size in wanted:
+            pixels = np.array(read_fitted(path, family.reference_bucket(size)))
+            moments[path, size] = encoders.encode_images(pixels[None], flip=False)["moments"]
         encoders.synchronize()
     scale = LatentScale.of_folder(model.diffusers_path)
     return {key: scale.draw(each[:, 0], None)[0] for key, each in moments.items()}

@@ -37,6 +37,9 @@ _LINEAR = _SHAPES[:2] + _SHAPES[3:4]  # those that determine what grows linearly
 class CountedCost(DenoiserCost):
     """A cost for all numbers of tokens. A family adds its batches, and how they run through its denoiser."""
 
+    fixed_tokens = 0
+    """Tokens of references that have the same size for all images."""
+
     def __init__(self, denoiser: nn.Module, title: str) -> None:
         super().__init__(denoiser, title)
         self._counts: dict[str, tuple[Counts, ...]] = {}
@@ -73,8 +76,9 @@ class CountedCost(DenoiserCost):
         of_text = text_two - one
         inputs = (one, two, two + of_image, text_two, text_two + of_text, two + of_text)
         counted_at = zip(counted, _SHAPES, strict=True)
-        tensor = max(Fraction(counts.tensor) / (_UNIT * sum(shape)) for counts, shape in counted_at)
-        return Counts(**numbers, input_flops=at(inputs), tensor=tensor * tokens.joint, blocks=tuple(kinds))
+        fixed = self.fixed_tokens
+        tensor = max(Fraction(counts.tensor) / (_UNIT * sum(shape) + fixed) for counts, shape in counted_at)
+        return Counts(**numbers, input_flops=at(inputs), tensor=tensor * (tokens.joint + fixed), blocks=tuple(kinds))
 
     def _counted(self, dtype: str) -> tuple[Counts, ...]:
         """Return the counts of all `_SHAPES`."""
@@ -86,6 +90,11 @@ class CountedCost(DenoiserCost):
         image, text = shape
         batch = self.batch(*_GRIDS[image], text * _UNIT)
         return self.reduced.count(self.denoise, batch, dtype, backward=dtype == FLOPS_DTYPE and shape in _LINEAR)
+
+
+def _is_seen(column: Column) -> bool:
+    """Return whether a column is that of a reference's latents."""
+    return column.name.startswith(REFERENCE)
 
 
 def _interpolated(tokens: Tokens, values: Sequence[int]) -> int:
@@ -112,6 +121,7 @@ class StockCost(CountedCost):
         (noisy,) = (column for column in self._prepared if column.name == "noisy")
         # references of another size than the image have one of their own, nearly the same for all images
         self._sized = [column for column in self._prepared if _is_seen(column) and column.shape != noisy.shape]
+        self.fixed_tokens = sum(math.prod(column.shape[1:]) // family.patch**2 for column in self._sized)
         text = next(column for column in self._prepared if column.name == TEXT)
         kind = "at most, as captions are not padded" if text.ragged and not family.pads_text else "padded"
         is_padded = not text.ragged or family.pads_text

@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import diffusers
+import numpy as np
 import torch
 import transformers
+from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor, nn
 
 from sd3_light.config import ModelConfig, UserError
@@ -74,6 +77,19 @@ class StockEncoders(ImageEncoders):
                 for member, value in zip(members, values, strict=True):
                     rows[column.name][member] = value
         return self._tensors(rows)
+
+    def encode_pairs(
+        self,
+        captions: Sequence[str],
+        images: Sequence[Sequence[NDArray[np.uint8]]],
+        columns: Collection[str] | None = None,
+    ) -> dict[str, Tensor]:
+        """See `PairEncoders.encode_pairs`."""
+        seen = [[Image.fromarray(image) for image in own] for own in images]
+        with torch.inference_mode():
+            encoded = self._family.encode_pairs(self.part(TEXT).pipe, captions, seen, self._model)
+        wanted = [column for column in self._columns if columns is None or column.name in columns]
+        return self._tensors({column.name: self._stored(column, encoded[column.name]) for column in wanted})
 
     def encode_text(self, name: str, ids: Sequence[str]) -> dict[str, Tensor]:
         """See `Encoders.encode_text`."""

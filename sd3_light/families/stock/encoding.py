@@ -46,7 +46,7 @@ class StockEncoding(Encoding):
             return []
         limits = []
         *_, last = self._family.text_parts
-        for name, (_, tokenizer) in self._family.text_parts.items():
+        for name, (_, tokenizer, *_others) in self._family.text_parts.items():
             counter = load_counter(folder / tokenizer)
             if counter is None:
                 continue

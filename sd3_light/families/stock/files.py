@@ -78,7 +78,8 @@ class StockFiles(Files):
         shape = LatentShape.of_folder(folder)
         latents = shape.latents(self._size(folder), self._family.media == "video")
         noisy = torch.randn(2, *latents, generator=torch.Generator().manual_seed(1))
-        others = {reference_entry(number): noisy.flip(0) * 0.5 for number in range(self._family.references)}
+        seen = max(self._family.references, self._family.texts_see_references)
+        others = {reference_entry(number): noisy.flip(0) * 0.5 for number in range(seen)}
         values = {"noisy": noisy, "t": torch.tensor([0.25, 0.5]), **others}
         try:
             self._family.denoise(stand_in, batch.with_values(values), 1.0)
@@ -96,7 +97,10 @@ class StockFiles(Files):
         arguments = self._family.pipeline_arguments(texts, negative if is_guided else None, _GUIDANCE)
         size = self._size(folder)
         arguments |= {"num_frames": size.frames} if self._family.media == "video" else {}
-        if self._family.references:
+        if self._family.texts_see_references:  # pixels: their pipelines take no latents
+            pixels = torch.randint(256, (32, 32, 3), generator=torch.Generator().manual_seed(2), dtype=torch.uint8)
+            arguments |= self._family.reference_arguments([pixels], (size.width, size.height))
+        elif self._family.references:
             latents = LatentShape.of_folder(folder).latents(size)
             reference = torch.randn(1, *latents, generator=torch.Generator().manual_seed(2))
             arguments |= self._family.reference_arguments(reference, (size.width, size.height))

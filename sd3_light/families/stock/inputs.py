@@ -3,7 +3,9 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -19,9 +21,12 @@ from sd3_light.model.part_configs import read_json
 from sd3_light.sources.decode import read_fitted
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from sd3_light.families.base import StockFamily
 
 _NEGATIVE = "\0"  # before a text that is encoded as a negative prompt
+_TOKENIZING = Lock()  # tokenizers change their settings in each call
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,8 @@ class StockInputs(PipelineInputs):
         most = MOST_REFERENCES if self.family.sets_references else self.family.references
         if not most:
             return super().references_fault(count)
+        if not count and self.family.texts_see_references:
+            return f"{self.family.title} draws from an image; pass one with --reference"
         return None if count <= most else f"{count} references: this model sees {most}"
 
     @property
@@ -145,17 +152,26 @@ class StockInputs(PipelineInputs):
         """See `PipelineInputs.arguments`."""
         guidance = batch[0].guidance
         assert guidance is not None
+        size = batch[0].width, batch[0].height
+        seen = batch[:1] if self.shares_references else batch
+        files = [path for request in seen for path in request.references]
+        references = [read_fitted(path, self.family.reference_bucket(Bucket(*size))) for path in files]
+        if self.family.texts_see_references:
+            encode = partial(self._encode_with, pipe, references)
         texts = self._batch(pipe, encode([request.prompt for request in batch]))
         negative = None
         if self.family.is_guided(guidance) and not self.family.takes_guidance(pipe.transformer.config):
             negative = self._batch(pipe, encode([_NEGATIVE + request.negative_prompt for request in batch]))
         arguments = self.family.pipeline_arguments(texts, negative, guidance)
-        seen = batch[:1] if self.shares_references else batch
-        files = [path for request in seen for path in request.references]
         if files or self.family.references:
-            size = batch[0].width, batch[0].height
-            arguments |= self.family.reference_arguments([read_fitted(path, Bucket(*size)) for path in files], size)
+            arguments |= self.family.reference_arguments(references, size)
         return arguments if self.family.media == "image" else {**arguments, "num_frames": batch[0].frames}
+
+    def _encode_with(self, pipe: Any, images: "Sequence[Image]", texts: Sequence[str]) -> list[EncodedText]:
+        """Encode texts with the references that their images have."""
+        plain = [text.removeprefix(_NEGATIVE) for text in texts]
+        with _TOKENIZING:
+            return _per_text(self.family.encode_pairs(pipe, plain, [images] * len(plain), self.model()))
 
     def _batch(self, pipe: Any, texts: Sequence[EncodedText]) -> Batch:
         # latents get the dtype of the text, and the VAE must accept it
