@@ -1,6 +1,7 @@
 """Tiny denoisers and whole pipelines of all families, with random weights in the real classes: one row per family."""
 
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -21,14 +22,17 @@ _FLUX: tuple[str, dict[str, Any]] = (
     | {"num_attention_heads": 2, "joint_attention_dim": 32, "pooled_projection_dim": 32}
     | {"axes_dims_rope": (4, 4, 8)},
 )
+_QWEN: tuple[str, dict[str, Any]] = (
+    "QwenImageTransformer2DModel",
+    {"in_channels": 16, "out_channels": 4, "num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2}
+    | {"joint_attention_dim": 32, "axes_dims_rope": (4, 4, 8)},
+)
 DENOISERS: dict[str, tuple[str, dict[str, Any]]] = {
     "flux": _FLUX,
     "flux_kontext": _FLUX,
-    "qwen_image": (
-        "QwenImageTransformer2DModel",
-        {"in_channels": 16, "out_channels": 4, "num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2}
-        | {"joint_attention_dim": 32, "axes_dims_rope": (4, 4, 8)},
-    ),
+    "qwen_image": _QWEN,
+    "qwen_image_edit": _QWEN,
+    "qwen_image_edit_plus": _QWEN,
     "z_image": (
         "ZImageTransformer2DModel",
         {"in_channels": 4, "dim": 32, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2}
@@ -68,6 +72,7 @@ DENOISERS: dict[str, tuple[str, dict[str, Any]]] = {
 _TEXT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 _TEXT |= {"num_key_value_heads": 1, "head_dim": 16, "vocab_size": 300, "max_position_embeddings": 2048}
 _VISION = {"depth": 1, "hidden_size": 32, "out_hidden_size": 32, "num_heads": 2, "intermediate_size": 48}
+_SEEN = ("vision_start", "image_pad", "vision_end", "video_pad")
 _ROPE = {"rope_type": "default", "mrope_section": [2, 2, 4], "rope_theta": 1e4}
 CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 
@@ -171,6 +176,32 @@ def _qwen_parts() -> dict[str, Any]:
     return {"text_encoder": transformers.Qwen2_5_VLForConditionalGeneration(config), "tokenizer": _qwen_tokenizer()}
 
 
+def _edit_parts() -> dict[str, Any]:
+    """With the tokens of images, and a processor of them."""
+    tokenizer = _qwen_tokenizer()
+    tokenizer.add_tokens([f"<|{name}|>" for name in _SEEN], special_tokens=True)
+    ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in _SEEN}
+    ids |= {"image_token_id": ids["image_pad_token_id"], "video_token_id": ids["video_pad_token_id"]}
+    text = {**_TEXT, "rope_parameters": _ROPE, "max_position_embeddings": 4096}
+    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=_VISION, **ids)
+    with_processor()
+    kinds = {"image_processor": transformers.Qwen2VLImageProcessor, "tokenizer": lambda: tokenizer}
+    if find_spec("torchvision"):
+        kinds["video_processor"] = transformers.Qwen2VLVideoProcessor
+    return {
+        "text_encoder": transformers.Qwen2_5_VLForConditionalGeneration(config),
+        "tokenizer": tokenizer,
+        "processor": transformers.Qwen2VLProcessor(**{name: make() for name, make in kinds.items()}),
+    }
+
+
+def with_processor() -> None:
+    """Let transformers make and load a Qwen2VLProcessor without torchvision, which only its videos need."""
+    if find_spec("torchvision") is None:
+        names = ["image_processor", "tokenizer"]
+        transformers.Qwen2VLProcessor.get_attributes = classmethod(lambda kind: names)
+
+
 def _z_image_parts() -> dict[str, Any]:
     encoder = transformers.Qwen3Model(transformers.Qwen3Config(**_TEXT))
     return {"text_encoder": encoder, "tokenizer": _qwen_tokenizer()}
@@ -234,6 +265,12 @@ PIPELINES = {  # with the published settings of schedulers
     ),
     "qwen_image": TinyPipeline(
         "QwenImagePipeline", _qwen_parts, _qwen_vae, lambda: Euler(use_dynamic_shifting=True, **_QWEN_LINE)
+    ),
+    "qwen_image_edit": TinyPipeline(
+        "QwenImageEditPipeline", _edit_parts, _qwen_vae, lambda: Euler(use_dynamic_shifting=True, **_QWEN_LINE)
+    ),
+    "qwen_image_edit_plus": TinyPipeline(
+        "QwenImageEditPlusPipeline", _edit_parts, _qwen_vae, lambda: Euler(use_dynamic_shifting=True, **_QWEN_LINE)
     ),
     "z_image": TinyPipeline("ZImagePipeline", _z_image_parts, _kl_vae, lambda: Euler(shift=3.0)),
     "sana": TinyPipeline(

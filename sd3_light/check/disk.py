@@ -351,7 +351,7 @@ class _DiskChecks:
         for index, image in enumerate(self.train.sampling.image):
             key = f"sampling.image[{index}].references"
             count = len(image.references)
-            if count not in (0, needed):
+            if count != needed and (count or family.texts_see_references):
                 problem = f"{family.title} sees {needed} image(s) beside the text"
                 self.add(key, problem, count, f"name {needed} file(s)" if needed else "remove it")
             for path in image.references:
@@ -363,8 +363,14 @@ class _DiskChecks:
         if self.family is None:
             return
         needed = self.family.reference_count(self.model)
+        if not needed and self.family.texts_see_references:
+            problem = f"{self.family.title} edits images, and must know how many it sees"
+            self.add("model.references", problem, needed, "write model.references = 1, or more")
         for index, directory in enumerate(dataset.directories):
             count = len(directory.references)
+            if directory.flip and self.family.texts_see_references:
+                problem = f"{self.family.title} encodes texts with references as they are, not mirrored"
+                self.add(f"directory[{index}].flip", problem, hint="remove it", file=str(dataset.path))
             if count == needed:
                 continue
             key = f"directory[{index}].references"

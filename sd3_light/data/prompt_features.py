@@ -97,10 +97,10 @@ def encode_prompts(encoders: Encoders, prompts: Sequence[str], names: Iterable[s
         for features, ids in zip(results, tokens, strict=True):
             features |= encoders.encode_text(name, ids[name])
     encoders.synchronize()
-    return [_of_one_caption(features) for features in results]
+    return [of_one_caption(features) for features in results]
 
 
-def _of_one_caption(features: Mapping[str, Tensor]) -> PromptFeatures:
+def of_one_caption(features: Mapping[str, Tensor]) -> PromptFeatures:
     """Return the values of the only caption in the text tensors of a shard."""
     values: PromptFeatures = {}
     for name, tensor in features.items():

@@ -3,11 +3,17 @@
 from pathlib import Path
 
 from sd3_light.config import TrainConfig, UserError
+from sd3_light.core.registry import family_of
 from sd3_light.inputs import read_limited
 
 
 def prompts_to_encode(config: TrainConfig) -> tuple[str, ...]:
-    """Return the different texts that a run draws: those of [sampling] and the prompts of [reward]."""
+    """Return the different texts that a run draws: those of [sampling] and the prompts of [reward].
+
+    None are encoded ahead for a family whose texts are encoded with references.
+    """
+    if family_of(config.model).texts_see_references:
+        return ()
     rewarded = () if config.reward is None else read_prompts(config.reward.prompts)
     return tuple(dict.fromkeys((*config.sampling.texts, *rewarded)))
 

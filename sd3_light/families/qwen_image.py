@@ -137,6 +137,11 @@ class QwenImageEdit(QwenImage):
     single_prompts = True
     seen_rows: ClassVar[int] = 1536  # 1369 of a square: 28 x 28 pixels each
 
+    def recipe(self, folder: Path) -> Mapping[str, Any]:
+        """See `Family.recipe`: no text is without references."""
+        dropout = ("enable_uncond_text_dropout", "uncond_text_dropout_prob")
+        return {**super().recipe(folder), **{f"model.{key}": None for key in dropout}}
+
     def reference_bucket(self, bucket: Bucket) -> Bucket:
         """See `Family.reference_bucket`: a size that the pipeline leaves as it is; it rounds most to one at once."""
         size = scaled(bucket, _AREA)

@@ -211,7 +211,7 @@ def _fit(kind: Kind, first: TextValues, folder: Path, resolution: int | None, gp
         keys |= {"model.text_tokens": "padded", "model.dtype": "bfloat16"}
     if family.sets_references:
         keys |= seen
-    values = replace(first, keys=keys, family=family.title, prompts=_STAND_IN)  # sampling takes memory too
+    values = replace(first, keys=keys, family=family.title, prompts=_drawn(family, _STAND_IN))  # sampling takes memory too
     values = _fitted(values, model, kind, resolution)
     loaded, estimate = _estimated(kind, values, folder)
     if kind.continues and not kind.draws:
@@ -226,7 +226,7 @@ def _fit(kind: Kind, first: TextValues, folder: Path, resolution: int | None, gp
     kept = 1 - data.held_out / max(1, data.samples)
     trained = [max(1, round(kept * row.samples)) for row in data.rows]
     epoch_steps = sum(math.ceil(samples / plan.samples_per_step) for samples in trained)
-    prompts = sample_prompts(data.captions, kind.continues)
+    prompts = _drawn(family, sample_prompts(data.captions, kind.continues))
     values = replace(values, plan=plan, epoch_steps=epoch_steps, prompts=prompts, images=data.samples)
     values = replace(values, drawn=tuple(dict.fromkeys(" ".join(text.split()) for text in data.captions)))
     project = _Fitted(kind, values, family, estimate, speed)
@@ -234,6 +234,11 @@ def _fit(kind: Kind, first: TextValues, folder: Path, resolution: int | None, gp
         return project
     step = project.work_of(1).flops / (speed or CPU_CORE_FLOPS * usable_cores())
     return replace(project, values=replace(values, affordable=max(_FEWEST, int(60 * kind.cpu.minutes / step))))
+
+
+def _drawn(family: Family, prompts: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the prompts of sample images; none where each needs an image of the user's."""
+    return () if family.texts_see_references else prompts
 
 
 def _located(value: str) -> str:

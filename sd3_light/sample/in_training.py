@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -23,9 +23,10 @@ from sd3_light.config.schema_tables import SampleImage, SamplingConfig
 from sd3_light.core.batch import Batch
 from sd3_light.core.caption_lengths import cut_prompts
 from sd3_light.core.columns import Bucket, named_bucket, reference_entry
+from sd3_light.core.encoding import PairEncoders
 from sd3_light.core.registry import family_of
 from sd3_light.core.sampling import Decoder, EncodedText, ImageRequest, Sampling
-from sd3_light.data.prompt_features import encode_prompts_one_by_one, read_prompt
+from sd3_light.data.prompt_features import encode_prompts_one_by_one, of_one_caption, read_prompt
 from sd3_light.data.shard_table import BucketShards
 from sd3_light.data.stream import CachedDataset
 from sd3_light.encoding.vae import LatentScale
@@ -38,6 +39,10 @@ from sd3_light.sample.loop import Denoise, draw_latents, starting_noise
 from sd3_light.sample.png import save_png
 from sd3_light.sources.decode import read_fitted
 from sd3_light.sources.video import write_video
+
+_Pair = tuple[str, tuple[Path, ...], Bucket]
+"""A text, the references that it is encoded with, and the size of the image."""
+_Key = str | _Pair
 
 _MAX_BATCH = 16
 _GRID_SIDE = 128  # small images are enlarged to about this
@@ -55,7 +60,7 @@ class Sampler:
 
     config: TrainConfig
     requests: tuple[ImageRequest, ...]
-    texts: Mapping[str, EncodedText]
+    texts: Mapping[_Key, EncodedText]
     negative: EncodedText | None
     batch_size: int
     batch_pixels: int
@@ -114,10 +119,11 @@ class Sampler:
         own = [requests[index] for indices in sampler._share(launch.rank) for index in indices]
         negatives = (request.negative_prompt for request in own if request.negative_prompt)
         texts = list(dict.fromkeys([*(request.prompt for request in own), *negatives]))
+        encoded: Mapping[_Key, EncodedText]
         references = _reference_latents(config.model, own, device)
-        if family_of(config.model).texts_see_references:
-            pairs = dict.fromkeys(pair for each in own for pair in (_pair(each.prompt, each), _pair(each.negative_prompt, each)))
-            encoded = _texts_with_references(config.model, list(pairs), device)
+        if sampler._sees:
+            pairs = [_pair(text, each) for each in own for text in (each.prompt, each.negative_prompt)]
+            encoded = dict(_texts_with_references(config.model, list(dict.fromkeys(pairs)), device))
         else:
             encoded = dict(_texts(config.model, texts, cache_dir, data.manifest.recipe, device))
         return replace(sampler, texts=encoded, references=references)
@@ -188,11 +194,14 @@ class Sampler:
         model = self.config.model
         first = batch[0]
         assert first.steps is not None and first.guidance is not None
-        texts = [[self.texts[request.prompt] for request in batch]]
+        texts = [[self._text(request.prompt, request) for request in batch]]
         guide = None
         if self.negative is not None and family.is_guided(first.guidance):
-            negatives = [request.negative_prompt for request in batch]
-            texts.insert(0, [self.texts[negative] if negative else self.negative for negative in negatives])
+            negatives = [
+                self._text(request.negative_prompt, request) if request.negative_prompt or self._sees else self.negative
+                for request in batch
+            ]
+            texts.insert(0, negatives)
             texts = [[*texts[0], *texts[1]]] if family.joins_guidance else texts
             guide = partial(family.guide, guidance=first.guidance)
         size = first.size
@@ -203,6 +212,15 @@ class Sampler:
         encoded = [tensor for part in inputs for tensor in part.tensors()]
         self._fault = self._fault or not_finite({"text encoder": encoded, "denoiser": [latents]})
         return latents
+
+    def _text(self, text: str, request: ImageRequest) -> EncodedText:
+        """Return a text of a request as it is encoded, perhaps with its references."""
+        return self.texts[_pair(text, request) if self._sees else text]
+
+    @property
+    def _sees(self) -> bool:
+        """Whether texts are encoded with references."""
+        return family_of(self.config.model).texts_see_references
 
     def _seen(self, requests: Sequence[ImageRequest], batch: Batch) -> Batch:
         """Return a batch of texts, once or twice as many as the requests, with the latents of their references."""
@@ -316,6 +334,26 @@ def _reference_latents(
         encoders.synchronize()
     scale = LatentScale.of_folder(model.diffusers_path)
     return {key: scale.draw(each[:, 0], None)[0] for key, each in moments.items()}
+
+
+def _pair(text: str, request: ImageRequest) -> _Pair:
+    return text, request.references, Bucket(request.width, request.height)
+
+
+def _texts_with_references(
+    model: ModelConfig, pairs: Sequence[_Pair], device: torch.device
+) -> dict[_Pair, EncodedText]:
+    """Return texts that are encoded with references, as the cache has those of training; the encoder is freed."""
+    family = family_of(model)
+    encoded: dict[_Pair, EncodedText] = {}
+    with family.encoding.encoders(model, device, 1) as encoders:
+        for text, paths, size in pairs:
+            seen = family.reference_bucket(size)
+            pixels = [np.array(read_fitted(path, seen)) for path in paths]
+            features = cast(PairEncoders, encoders).encode_pairs([text], [pixels])
+            encoders.synchronize()
+            encoded[text, paths, size] = family.sampling.text(of_one_caption(features))
+    return encoded
 
 
 def _texts(

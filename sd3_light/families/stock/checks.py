@@ -144,8 +144,21 @@ class StockChecks(ModelChecks):
         if prompts and self.family.takes_guidance(start.size.transformer_config()):
             problem = "this denoiser takes guidance as a number and no negative prompt"
             yield model_fault("sampling.negative_prompt", problem, f'"{prompts[0]}"', "remove it")
+        if self.family.texts_see_references:
+            yield from self._text_faults(train)
         if train.terms.layer_sync is not None or train.terms.alignment is not None:
             yield from self._block_faults(train, start)
+
+    def _text_faults(self, train: TrainConfig) -> Iterator[Fault]:
+        """Yield the keys that need a text without references, which the family does not have."""
+        keys = {
+            "model.enable_uncond_text_dropout": train.model.enable_uncond_text_dropout,
+            "objective.distill": train.terms.distill is not None,
+            "reward": train.reward is not None,
+        }
+        problem = f"{self.family.title} encodes every text with references, and this needs one without"
+        for key in (key for key, is_used in keys.items() if is_used):
+            yield Fault("", key, problem, hint="remove it")
 
     def _block_faults(self, train: TrainConfig, start: WeightsStart) -> Iterator[Fault]:
         """Yield the terms that name blocks which the denoiser lacks."""
