@@ -45,11 +45,15 @@ dropout = 0.1
 """
 
 
-def write_project(folder: Path, model: Path, extra: str = "", keys: str = "") -> Project:
-    """Write the files of a project and its caches; ``extra`` are keys of the directory, ``keys`` those of [model]."""
+def write_project(folder: Path, model: Path, extra: str = "", keys: str = "", dropout: bool = True) -> Project:
+    """Write the files of a project and its caches; ``extra`` are keys of the directory, ``keys`` those of [model].
+
+    ``dropout``: samples lose their text.
+    """
     project = Project(folder, model)
     write_dataset(folder / "images", 1, seed=1)
     text = TRAIN.format(model=model).replace("[model]\n", f"[model]\n{keys}")
+    text = text if dropout else text.replace("enable_uncond_text_dropout = true\n", "")
     project.train_toml.write_text(text, encoding="utf-8")
     for name, sizes in (("data", [[64, 64], [128, 64]]), ("eval", [[64, 64]])):
         text = f'size_buckets = {sizes}\n[[directory]]\npath = "images"\n{extra}'

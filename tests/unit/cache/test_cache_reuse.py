@@ -77,9 +77,12 @@ class BatchEncoders:
         return values
 
     def encode_pairs(
-        self, captions: Sequence[str], images: Sequence[NDArray[np.uint8]], columns: Collection[str] | None = None
+        self,
+        captions: Sequence[str],
+        images: Sequence[Sequence[NDArray[np.uint8]]],
+        columns: Collection[str] | None = None,
     ) -> dict[str, Tensor]:
-        seen = [number_of(image.tobytes()) for image in images]
+        seen = [number_of(image.tobytes()) for (image,) in images]
         return self.encode_captions(
             [f"{text} on {number}" for text, number in zip(captions, seen, strict=True)], columns
         )

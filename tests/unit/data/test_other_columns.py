@@ -228,7 +228,7 @@ def test_a_column_reads_several_entries(tmp_path: Path) -> None:
         Column("text", "caption+reference", "bfloat16", (4, 2), ("llm", "vae"), ragged=True),
     )
     assert columns[2].per_caption
-    assert beside_captions(columns) == {"reference"}
+    assert beside_captions(columns) == ("reference",)
     assert not beside_captions(family_columns(BUCKETS["a"]))
     rows = torch.arange(6.0).bfloat16()[:, None].expand(6, 2)
     values = {"moments": torch.zeros(2, 1, 2, 1, 1).half(), "reference": torch.ones(2, 1, 2, 1, 1).half()}
