@@ -348,6 +348,9 @@ class _DiskChecks:
     def sampled_references(self, family: Family) -> None:
         """Check that sample images name files, as many as the family sees."""
         needed = family.reference_count(self.model)
+        if self.train.sampling.prompts and family.texts_see_references:
+            problem = f"{family.title} draws from images, and these prompts have none"
+            self.add("sampling.prompts", problem, hint="write [[sampling.image]] with prompt and references")
         for index, image in enumerate(self.train.sampling.image):
             key = f"sampling.image[{index}].references"
             count = len(image.references)

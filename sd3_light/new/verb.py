@@ -32,6 +32,7 @@ from sd3_light.system import Gpu, usable_cores
 
 __all__ = ["KINDS", "NewProject", "conclude", "files", "plan", "run"]
 
+_DROPOUT = "model.enable_uncond_text_dropout"
 _SEEN = {"model.references": 1}  # of edits, for a family whose config says how many images it sees
 _STAND_IN = ("a prompt",)
 _FEWEST = 100  # steps on a CPU, however slow it is
@@ -329,7 +330,7 @@ def _load_first(kind: Kind, values: TextValues, folder: Path) -> LoadedConfig:
     except ConfigFaults as error:
         if not kind.continues or all(fault.key != _LENGTH for fault in error.faults):
             raise
-        unknown = {fault.key for fault in error.faults} & {_LENGTH, *_SEEN}
+        unknown = {fault.key for fault in error.faults} & {_LENGTH, _DROPOUT, *_SEEN}
     return _load(kind, replace(values, keys={**values.keys, **dict.fromkeys(unknown)}), folder)
 
 
