@@ -4,6 +4,8 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +22,7 @@ from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config import ConfigFaults, UserError
 from sd3_light.core.batch import Batch
 from sd3_light.core.columns import SMALLEST, Bucket
-from sd3_light.core.cost import Compute, Tokens
+from sd3_light.core.cost import Tokens
 from sd3_light.core.registry import family_named
 from sd3_light.core.sampling import ImageRequest
 from sd3_light.encoding.vae import LatentScale
@@ -46,7 +48,8 @@ from tests.unit.families.test_stock_training import run, tensors
 EDIT = "qwen_image_edit"
 PLUS = "qwen_image_edit_plus"
 COUNTS = MappingProxyType({EDIT: 1, PLUS: 2})
-SHARE = 256  # of the pixels that references have: a million take half a minute
+AREAS = {name: getattr(qwen_image, name) for name in ("_AREA", "_SMALL_AREA")}
+FEW = {"_AREA": 64 * 64, "_SMALL_AREA": 32 * 32}  # in place of them: a million pixels take half a minute
 SIZE = Bucket(96, 64)
 INSTRUCTION = "add a dog"
 
@@ -65,11 +68,14 @@ def without_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """References with fewer pixels, here and in the stock pipelines."""
     for module in modules():
-        stock = module.calculate_dimensions
-        few = lambda area, ratio, stock=stock: stock(max(32 * 32, area // SHARE), ratio)  # noqa: E731
-        monkeypatch.setattr(module, "calculate_dimensions", few)
-    for name in ("_AREA", "_SMALL_AREA"):
-        monkeypatch.setattr(qwen_image, name, max(32 * 32, getattr(qwen_image, name) // SHARE))
+        monkeypatch.setattr(module, "calculate_dimensions", partial(few_pixels, module.calculate_dimensions))
+    for name, area in FEW.items():
+        monkeypatch.setattr(qwen_image, name, area)
+
+
+def few_pixels(scale: Callable[[int, float], Any], area: int, ratio: float) -> Any:
+    own = {AREAS[name]: few for name, few in FEW.items()}
+    return scale(own.get(area, area), ratio)
 
 
 @pytest.fixture(params=[EDIT, PLUS])
@@ -243,7 +249,6 @@ def test_the_cost_counts_the_tokens_of_references(
     tiny = Tiny(EDIT, tiny_folder(EDIT))
     model = tiny.config.model
     cost = tiny.family.cost(tiny.start, model)
-    plain = family_named("qwen_image").cost(tiny.start, model)
     tokens = Tokens(128, 40)
     denoiser = tiny.family.weights.load(tiny.start, 0)
     text = torch.randn(1, 40, 32)
@@ -252,11 +257,10 @@ def test_the_cost_counts_the_tokens_of_references(
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
         tiny.family.denoise(denoiser, batch, 1.0)
     assert cost.forward_flops(tokens) == pytest.approx(counter.get_total_flops(), rel=0.001)
-    large = Tokens(4096, 512)
-    compute = Compute("stock", "float32")
-    sizes = [each.sample_bytes(large, compute) for each in (cost, plain)]
-    share = (4096 + 512 + 576) / (4096 + 512)
-    assert 1.0 < sizes[0].work / sizes[1].work < 1.1 * share
+    large = cost.reduced.count(cost.denoise, cost.batch(64, 64, 512), "float32", backward=False)
+    counted = cost.counts(Tokens(4096, 512), "float32")
+    assert counted.blocks == large.blocks
+    assert large.tensor <= counted.tensor < 1.2 * large.tensor
     (moments,) = (c for c in tiny.family.columns(model, tiny.folder, SMALLEST) if c.name == "moments.reference.0")
     assert moments.shape == (8, 48, 48)
 
@@ -394,6 +398,37 @@ def test_a_run_draws_from_references_as_the_pipeline_does(
     drawn, facts = draw(project.run, tmp_path / "own", references=(file,))
     assert facts["guidance"] == 4.0
     assert np.abs(drawn - grid_image(project.run)).max() <= 1
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "tables"), [(EDIT, ""), (PLUS, LORA)])
+def test_an_export_is_proven_with_a_reference_and_draws_with_one(
+    tmp_path: Path,
+    tiny_folder: Callable[[str], Path],
+    small: None,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    tables: str,
+) -> None:
+    if find_spec("torchvision") is None:  # the clean process needs the same as `with_processor`
+        line = 'transformers.Qwen2VLProcessor.get_attributes = classmethod(lambda kind: ["image_processor", "tokenizer"])'
+        (tmp_path / "packages").mkdir()
+        (tmp_path / "packages" / "sitecustomize.py").write_text(f"import transformers\n\n{line}\n")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
+    project = training(tmp_path / "project", tiny_folder(name), COUNTS[name], tables)
+    run(project, "run", "save_every_n_steps=4")
+    (export,) = (project.run / "exports").iterdir()
+    assert json.loads((export / "sd3_light.json").read_text())
+    if name == EDIT:
+        assert json.loads((export / "model_index.json").read_text())["_class_name"] == "QwenImageEditPipeline"
+    files = references(tmp_path, COUNTS[name])
+    drawn, facts = draw(project.run, tmp_path / "with", references=files)
+    assert facts["references"] == [file.name for file in files]
+    other, _ = draw(project.run, tmp_path / "other", references=files[::-1] if name == PLUS else (project.images / "0.png",))
+    assert not np.array_equal(drawn, other)
+    with pytest.raises(UserError, match="draws from an image"):
+        draw(project.run, tmp_path / "without")
 
 
 def test_new_writes_a_project_of_edits(tmp_path: Path, small: None, tiny_folder: Callable[[str], Path]) -> None:
