@@ -97,9 +97,9 @@ class OldShards:
 class Copies:
     """What a unit copies, from open shards: for each entry the places by sample, and those of captions by text.
 
-    ``encoded_columns`` are those of captions that are not copied; ``beside`` are the images of their samples
-    that they are encoded with. Values of shards that are damaged, or have other columns than the manifest says, are left
-    out: they are encoded.
+    ``encoded_columns`` are those of captions that are not copied; ``beside`` are the images of their samples that they
+    are encoded with. Values of shards that are damaged, or have other columns than the manifest says, are left out:
+    they are encoded.
     """
 
     def __init__(self, copies: UnitCopies | None = None, old: OldShards | None = None) -> None:

@@ -86,7 +86,9 @@ class CopiedColumns:
         entries = dict.fromkeys(entry for column in of_samples if (entry := entry_of(column)) not in changed)
         known = [name for name in captions if name in same]
         encoded = [name for name in captions if name not in known]
-        return CopiedColumns(tuple(entries), tuple(known), tuple(encoded), tuple(changed), same, beside_captions(columns))
+        return CopiedColumns(
+            tuple(entries), tuple(known), tuple(encoded), tuple(changed), same, beside_captions(columns)
+        )
 
     def __bool__(self) -> bool:
         return bool(self.entries or self.captions)

@@ -142,7 +142,9 @@ class ModelConfig(Table):
         Strict(),
         Ge(0),
         Le(8),
-        KnownTo("its pipeline says how many images it sees", only=("sd3", "flux2", "qwen_image_edit_plus"), harmless=(0,)),
+        KnownTo(
+            "its pipeline says how many images it sees", only=("sd3", "flux2", "qwen_image_edit_plus"), harmless=(0,)
+        ),
     ] = 0
     """Number of images that the model sees beside the text; each `[[directory]]` names as many folders of `references`.
     Their tokens follow those of the image. For SD3 the export's `pipeline.py` takes them."""

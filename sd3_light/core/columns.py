@@ -196,9 +196,7 @@ def reference_entry(number: int) -> str:
     return f"{REFERENCE}{number}"
 
 
-def with_references(
-    columns: Sequence[Column], count: int, like: Sequence[Column] | None = None
-) -> tuple[Column, ...]:
+def with_references(columns: Sequence[Column], count: int, like: Sequence[Column] | None = None) -> tuple[Column, ...]:
     """Return columns with those of references: one for each of an image, named ``NAME.reference.0`` and so on.
 
     ``like`` are the columns of an image with the size of references, None: they have that of their image.

@@ -35,6 +35,7 @@ from diffusers import {pipeline}
 pipe = {pipeline}.from_pretrained("this folder", dtype=torch.float32)
 seed = torch.Generator("cpu").manual_seed(0)
 {drawn}"""
+_IMAGE = 'load_image("before.png")'
 _DRAWN = {
     "image": 'image = pipe(prompt="a prompt", %sgenerator=seed).images[0]',
     "video": 'frames = pipe(prompt="a prompt", %sgenerator=seed).frames[0]  # see diffusers.utils.export_to_video',
@@ -145,6 +146,9 @@ class StockFiles(Files):
         """Return how an image or a clip is drawn with text of the length of training."""
         pipeline = self._family.pipeline
         known = inspect.signature(getattr(diffusers, pipeline).__call__).parameters
+        if self._family.texts_see_references:  # which have no length of their own
+            image = _IMAGE if self._family.references == 1 else f"[{_IMAGE}]"
+            return f"from diffusers.utils import load_image\n\n{_DRAWN['image'] % f'image={image}, '}"
         length = text.get("text_max_length") if "max_sequence_length" in known else None
         options = "" if length is None else f"max_sequence_length={length}, "
         return _DRAWN[self._family.media] % options

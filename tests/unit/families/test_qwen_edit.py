@@ -1,6 +1,7 @@
 """Qwen-Image-Edit, one reference or several: texts that see them, the stock pipeline's inputs, caches, runs, exports."""
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -44,9 +45,11 @@ from tests.unit.families.test_references import stored, write_reference
 from tests.unit.families.test_stock_drawing import SAMPLING, draw, grid_image
 from tests.unit.families.test_stock_families import Tiny
 from tests.unit.families.test_stock_training import run, tensors
+from tests.warm import REAL_PYTHON
 
 EDIT = "qwen_image_edit"
 PLUS = "qwen_image_edit_plus"
+ROOT = Path(__file__).parents[3]
 COUNTS = MappingProxyType({EDIT: 1, PLUS: 2})
 AREAS = {name: getattr(qwen_image, name) for name in ("_AREA", "_SMALL_AREA")}
 FEW = {"_AREA": 64 * 64, "_SMALL_AREA": 32 * 32}  # in place of them: a million pixels take half a minute
@@ -55,7 +58,9 @@ INSTRUCTION = "add a dog"
 
 
 def modules() -> list[Any]:
-    return [sys.modules[kind.__module__] for kind in (diffusers.QwenImageEditPipeline, diffusers.QwenImageEditPlusPipeline)]
+    return [
+        sys.modules[kind.__module__] for kind in (diffusers.QwenImageEditPipeline, diffusers.QwenImageEditPlusPipeline)
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -326,7 +331,12 @@ def test_cached_texts_are_those_of_the_encoder(project: Project) -> None:
         (EDIT, 'references = ["images"]\nflip = true', "", r"directory\[0\].flip: Qwen-Image-Edit encodes texts"),
         (EDIT, 'references = ["images"]', "enable_uncond_text_dropout = true\n", "encodes every text with references"),
         (EDIT, 'references = ["images"]', "reference_dropout_prob = 0.1\n", "does not know this key"),
-        (EDIT, 'references = ["images"]', '[sampling]\nprompts = ["a"]\n', "sampling.prompts: Qwen-Image-Edit draws from"),
+        (
+            EDIT,
+            'references = ["images"]',
+            '[sampling]\nprompts = ["a"]\n',
+            "sampling.prompts: Qwen-Image-Edit draws from",
+        ),
     ],
 )
 def test_faults_name_the_key(tmp_path: Path, name: str, data: str, keys: str, message: str) -> None:
@@ -412,10 +422,12 @@ def test_an_export_is_proven_with_a_reference_and_draws_with_one(
     tables: str,
 ) -> None:
     if find_spec("torchvision") is None:  # the clean process needs the same as `with_processor`
-        line = 'transformers.Qwen2VLProcessor.get_attributes = classmethod(lambda kind: ["image_processor", "tokenizer"])'
+        path = f"{ROOT}{os.pathsep}{tmp_path / 'packages'}"
         (tmp_path / "packages").mkdir()
-        (tmp_path / "packages" / "sitecustomize.py").write_text(f"import transformers\n\n{line}\n")
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
+        code = "from tests.families import with_processor\n\nwith_processor()\n"
+        (tmp_path / "packages" / "sitecustomize.py").write_text(code)
+        monkeypatch.setenv("PYTHONPATH", path)
+        monkeypatch.setattr(sys, "executable", REAL_PYTHON)
     project = training(tmp_path / "project", tiny_folder(name), COUNTS[name], tables)
     run(project, "run", "save_every_n_steps=4")
     (export,) = (project.run / "exports").iterdir()
@@ -425,7 +437,9 @@ def test_an_export_is_proven_with_a_reference_and_draws_with_one(
     files = references(tmp_path, COUNTS[name])
     drawn, facts = draw(project.run, tmp_path / "with", references=files)
     assert facts["references"] == [file.name for file in files]
-    other, _ = draw(project.run, tmp_path / "other", references=files[::-1] if name == PLUS else (project.images / "0.png",))
+    other, _ = draw(
+        project.run, tmp_path / "other", references=files[::-1] if name == PLUS else (project.images / "0.png",)
+    )
     assert not np.array_equal(drawn, other)
     with pytest.raises(UserError, match="draws from an image"):
         draw(project.run, tmp_path / "without")
