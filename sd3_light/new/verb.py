@@ -212,9 +212,8 @@ def _fit(kind: Kind, first: TextValues, folder: Path, resolution: int | None, gp
         keys |= {"model.text_tokens": "padded", "model.dtype": "bfloat16"}
     if family.sets_references:
         keys |= seen
-    values = replace(
-        first, keys=keys, family=family.title, prompts=_drawn(family, _STAND_IN)
-    )  # sampling takes memory too
+    prompts = _drawn(family, _STAND_IN)  # sampling takes memory too
+    values = replace(first, keys=keys, family=family.title, prompts=prompts)
     values = _fitted(values, model, kind, resolution)
     loaded, estimate = _estimated(kind, values, folder)
     if kind.continues and not kind.draws:

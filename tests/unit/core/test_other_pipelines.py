@@ -45,7 +45,7 @@ def test_pipelines_with_the_same_weights_have_the_same_parts() -> None:
     from sd3_light.core.other_pipelines import same_weights
 
     pairs = {kind: plain for kind in PIPELINES if (plain := same_weights(kind)) is not None}
-    assert len(pairs) == 13
+    assert len(pairs) == 14
     for kind, plain in pairs.items():
         parts = [set(inspect.signature(getattr(diffusers, name).__init__).parameters) for name in (kind, plain)]
         assert parts[0] - OPTIONAL == parts[1] - OPTIONAL, kind
