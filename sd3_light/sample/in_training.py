@@ -119,13 +119,12 @@ class Sampler:
         own = [requests[index] for indices in sampler._share(launch.rank) for index in indices]
         negatives = (request.negative_prompt for request in own if request.negative_prompt)
         texts = list(dict.fromkeys([*(request.prompt for request in own), *negatives]))
-        encoded: Mapping[_Key, EncodedText]
         references = _reference_latents(config.model, own, device)
         if sampler._sees:
             pairs = [_pair(text, each) for each in own for text in (each.prompt, each.negative_prompt)]
-            encoded = dict(_texts_with_references(config.model, list(dict.fromkeys(pairs)), device))
+            encoded = _texts_with_references(config.model, list(dict.fromkeys(pairs)), device)
         else:
-            encoded = dict(_texts(config.model, texts, cache_dir, data.manifest.recipe, device))
+            encoded = _texts(config.model, texts, cache_dir, data.manifest.recipe, device)
         return replace(sampler, texts=encoded, references=references)
 
     def sample(
@@ -342,10 +341,10 @@ def _pair(text: str, request: ImageRequest) -> _Pair:
 
 def _texts_with_references(
     model: ModelConfig, pairs: Sequence[_Pair], device: torch.device
-) -> dict[_Pair, EncodedText]:
+) -> dict[_Key, EncodedText]:
     """Return texts that are encoded with references, as the cache has those of training; the encoder is freed."""
     family = family_of(model)
-    encoded: dict[_Pair, EncodedText] = {}
+    encoded: dict[_Key, EncodedText] = {}
     with family.encoding.encoders(model, device, 1) as encoders:
         for text, paths, size in pairs:
             seen = family.reference_bucket(size)
@@ -362,7 +361,7 @@ def _texts(
     cache_dir: CacheLocation,
     recipe: Mapping[str, Any],
     device: torch.device,
-) -> dict[str, EncodedText]:
+) -> dict[_Key, EncodedText]:
     """Return the prompts' encoded texts, from the cache or, if they are missing there, from the encoders."""
     cached = {prompt: read_prompt(cache_dir, prompt, recipe) for prompt in prompts}
     missing = [prompt for prompt, features in cached.items() if features is None]

@@ -765,8 +765,7 @@ class MadeUpEncoding(Encoding):
 @pytest.fixture
 def encoding(log: Path, monkeypatch: pytest.MonkeyPatch) -> MadeUpEncoding:
     encoding = MadeUpEncoding(log)
-    family = SimpleNamespace(encoding=encoding, columns=encoding.columns, prepared_columns=lambda model, columns: ())
-    monkeypatch.setattr(registry, "family_named", lambda name: family)
+    monkeypatch.setattr(registry, "family_named", lambda name: stand_in(encoding))
     return encoding
 
 
@@ -797,6 +796,16 @@ def test_another_family_encodes_only_what_changed(
     assert reader.fingerprints == {name: manifest.recipe["columns"][name] for name in reader.fingerprints}
 
 
+def stand_in(encoding: MadeUpEncoding) -> Any:
+    return SimpleNamespace(
+        encoding=encoding,
+        columns=encoding.columns,
+        prepared_columns=lambda model, columns: (),
+        reference_bucket=lambda bucket: bucket,
+        texts_see_references=False,
+    )
+
+
 class EditEncoding(MadeUpEncoding):
     """Its text encoder sees the image."""
 
@@ -810,8 +819,7 @@ def test_captions_are_encoded_with_their_images(
 ) -> None:
     """A pair is copied if neither of the two changed; a caption that several images have is encoded for each."""
     encoding = EditEncoding(log)
-    family = SimpleNamespace(encoding=encoding, columns=encoding.columns, prepared_columns=lambda model, columns: ())
-    monkeypatch.setattr(registry, "family_named", lambda name: family)
+    monkeypatch.setattr(registry, "family_named", lambda name: stand_in(encoding))
     write_captions(fresh_project, {name: ["a star", "a thing"] for name in captions_of(fresh_project)})
     _, calls = update(fresh_project, log)
     assert (calls.images, len(set(calls.captions))) == (NUM_IMAGES, 2 * NUM_IMAGES)
