@@ -172,7 +172,8 @@ def test_a_run_draws_the_images_of_the_stock_flux_pipeline(
 ) -> None:
     pipe, folder = flux
     texts = flux_texts(PROMPTS)
-    monkeypatch.setattr(samples, "family_of", lambda model: SimpleNamespace(sampling=FluxSampling(), texts_see_references=False))
+    family = SimpleNamespace(sampling=FluxSampling(), texts_see_references=False)
+    monkeypatch.setattr(samples, "family_of", lambda model: family)
     config: Any = SimpleNamespace(model=SimpleNamespace(diffusers_path=folder))
     requests = tuple(
         ImageRequest(prompt, seed, 64, 32, "ignored", STEPS, guidance)
