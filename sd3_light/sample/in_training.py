@@ -339,9 +339,7 @@ def _pair(text: str, request: ImageRequest) -> _Pair:
     return text, request.references, Bucket(request.width, request.height)
 
 
-def _texts_with_references(
-    model: ModelConfig, pairs: Sequence[_Pair], device: torch.device
-) -> dict[_Key, EncodedText]:
+def _texts_with_references(model: ModelConfig, pairs: Sequence[_Pair], device: torch.device) -> dict[_Key, EncodedText]:
     """Return texts that are encoded with references, as the cache has those of training; the encoder is freed."""
     family = family_of(model)
     encoded: dict[_Key, EncodedText] = {}
