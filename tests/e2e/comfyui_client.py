@@ -53,6 +53,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"window_size": (-1, -1), "qk_norm": True, "cross_attn_norm": True},
     ),
 }
+for _plain, _edits in {"flux": ("flux_kontext",), "qwen_image": ("qwen_image_edit", "qwen_image_edit_plus")}.items():
+    MODELS |= dict.fromkeys(_edits, MODELS[_plain])
 """Family -> ComfyUI's class and the config that it finds in a checkpoint, with as many blocks as `tests.families`."""
 
 

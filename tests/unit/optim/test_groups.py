@@ -102,7 +102,9 @@ MODULATIONS = {
     "sd3.5_medium": {"norm1.linear": {9, 6}, "norm1_context.linear": {6, 2}},
     "flux": {"norm1.linear": {6}, "norm1_context.linear": {6}, "norm.linear": {3}},
     "flux_kontext": {"norm1.linear": {6}, "norm1_context.linear": {6}, "norm.linear": {3}},
-    **dict.fromkeys(("qwen_image", "qwen_image_edit", "qwen_image_edit_plus"), {"img_mod.1": {6}, "txt_mod.1": {6}}),
+    "qwen_image": {"img_mod.1": {6}, "txt_mod.1": {6}},
+    "qwen_image_edit": {"img_mod.1": {6}, "txt_mod.1": {6}},
+    "qwen_image_edit_plus": {"img_mod.1": {6}, "txt_mod.1": {6}},
     "z_image": {"adaLN_modulation.0": {4}},
     "prx": {"modulation.lin": {6}},
 }
