@@ -99,9 +99,9 @@ def main() -> None:
         from sd3_light.config import load_config
         from sd3_light.engines.torch import TorchEngine
         from sd3_light.families.sd3.prepare import LightSD3Pipeline
-        from sd3_light.train import loop
         from sd3_light.train import state as train_state
         from sd3_light.train import verb as stage
+        from sd3_light.train.meter import Meter
 
     def synchronize() -> None:
         if torch.cuda.is_available():
@@ -117,7 +117,14 @@ def main() -> None:
     times.measure(LightSD3Pipeline, "__init__", "model")
     times.measure(train_state, "choose_blocks", "check of the kernels", synchronize)
     times.measure(TorchEngine, "__init__", "engine, weights on the device", synchronize)
-    times.measure(loop, "_next_step", "first batch")
+    wait = Meter.waiting
+
+    @contextmanager
+    def waiting(meter: Meter) -> Iterator[None]:
+        with times.measuring("first batch"), wait(meter):
+            yield
+
+    Meter.waiting = waiting  # type: ignore[method-assign]
     ends: list[tuple[float, float]] = []
 
     def end_of_step() -> None:

@@ -25,3 +25,13 @@ def test_every_regime_has_a_row(tmp_path: Path) -> None:
         assert f"| {summary['samples_per_second']:,.1f} |" in row
     again = subprocess.run([*command, *SMALL, "--size", "demo"], capture_output=True, text=True, check=True)
     assert again.stdout == done.stdout, "a regime with a summary is not run again"
+
+
+@pytest.mark.slow
+def test_a_start_is_measured_twice() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks/train_run.py"), "--size", "demo", "--start-only", *SMALL]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.count("start to end of first step:") == 2
+    assert {"first batch", "first step"} <= {
+        line.partition("CPU time)")[2].strip() for line in done.stdout.splitlines()
+    }
