@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import Dataset
 
+from sd3_light import __version__
 from sd3_light.checkpoint.lock import locked_folder
 from sd3_light.checkpoint.progress import EMA, Progress
 from sd3_light.checkpoint.reading import open_checkpoint
@@ -130,7 +131,8 @@ def _train(driver: Driver, logger: ModelLogger, engine: str) -> Progress:
     start = driver.run.progress
     logger.num_steps = start.step
     facts = {"total": run.total_steps, "steps_per_epoch": run.steps_per_epoch, "world": driver.launch.world}
-    run.log("resume" if start.step else "start", **start.as_dict(), **facts, engine=engine)
+    kind = "resume" if start.step else "start"
+    run.log(kind, **start.as_dict(), **facts, engine=engine, version=__version__)
     return driver.train()
 
 

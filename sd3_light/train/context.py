@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sd3_light import __version__
 from sd3_light.check.run_setup import BatchPlan, run_setup
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.reading import Checkpoint, open_checkpoint
@@ -140,6 +141,7 @@ class RunContext:
         facts = {"total": total, "steps_per_epoch": order.steps_per_epoch, "world": world, "device": device}
         engine_name = deepspeed.engine_name if self.by_deepspeed else TorchEngine.engine_name
         facts |= {"trains": trains, "engine": engine_name(self.config, self.launch), "cache": self.residence}
+        facts["version"] = __version__
         checkpoint = {} if self.resumed is None else {"checkpoint": self.resumed.path.name}
         self.folder.log("resume" if checkpoint else "start", **progress.as_dict(), **facts, **checkpoint)
         self._report_dropped()
