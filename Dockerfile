@@ -14,14 +14,16 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /opt/sd3-light
-COPY pyproject.toml constraints.txt README.md LICENSE train.py ./
+COPY pyproject.toml constraints.txt requirements.lock README.md LICENSE train.py ./
 COPY sd3_light ./sd3_light
 # on x86_64 the index has the CUDA build of torch; TORCH names another release
 ARG TORCH=torch==2.13.0
-ARG EXTRAS=bnb,s3
+# everything but torch and its CUDA libraries is verified by hash; the lock has the extras bnb and s3
 RUN grep -v '^torch==' constraints.txt > /tmp/constraints.txt \
+    && pip install --no-cache-dir --no-deps --require-hashes --requirement requirements.lock \
     && pip install --no-cache-dir --constraint /tmp/constraints.txt "${TORCH}" \
-    && pip install --no-cache-dir --constraint /tmp/constraints.txt ".[${EXTRAS}]"
+    && pip install --no-cache-dir --no-deps . \
+    && pip check
 
 ENV HF_HOME=/cache
 WORKDIR /work

@@ -13,6 +13,8 @@ TORCH_BACKEND ?= auto
 UV := $(shell command -v uv)
 # extras for tests and lint; without DeepSpeed its tests are skipped: make test EXTRAS=dev
 EXTRAS ?= dev,deepspeed
+# a lock with hashes to install first: make install LOCK=requirements-dev.lock EXTRAS=dev
+LOCK ?=
 # test processes, one torch thread each; 0 runs the tests in the calling process
 WORKERS ?= 2
 # length of the fuzz job: make fuzz MINUTES=60
@@ -20,13 +22,21 @@ MINUTES ?= 5
 # extra arguments for pytest: make test ARGS="tests/unit/data -k order"
 ARGS ?=
 
+# torch and what its builds bring are not locked: TORCH decides
+BUILDS := torch triton cuda-bindings cuda-pathfinder cuda-toolkit nvidia-cublas nvidia-cuda-cupti nvidia-cuda-nvrtc \
+	nvidia-cuda-runtime nvidia-cudnn-cu13 nvidia-cufft nvidia-cufile nvidia-curand nvidia-cusolver nvidia-cusparse \
+	nvidia-cusparselt-cu13 nvidia-nccl-cu13 nvidia-nvjitlink nvidia-nvshmem-cu13 nvidia-nvtx
+# every platform and every Python from the oldest on
+COMPILE := uv pip compile pyproject.toml --constraint constraints.txt --universal --python-version 3.11.5 --generate-hashes \
+	--no-header --no-annotate --quiet $(addprefix --no-emit-package ,$(BUILDS))
+
 # the time of every test lies in durations.xml
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10 --junitxml=durations.xml
 # keep the collection order: heavy folders first, light ones last
 PARALLEL := -n $(WORKERS) --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-gpu fuzz lint format docs docs-site install clean distclean
+.PHONY: help demo test test-full test-gpu fuzz lint format docs docs-site lock install clean distclean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,7 +73,11 @@ docs: $(VENV)/.run-installed ## regenerate docs/reference/config.md from the con
 docs-site: $(VENV)/.dev-installed ## build the documentation with its search into site/; a broken link is an error
 	$(BIN)/python scripts/docs_site.py
 
-install: ## recreate the environment: make install [PYTHON=...] [TORCH=...] [TORCH_BACKEND=...] [EXTRAS=...]
+lock: ## write the locks with hashes from pyproject.toml and constraints.txt; needs uv on the PATH
+	$(COMPILE) --extra bnb --extra s3 --output-file requirements.lock
+	$(COMPILE) --extra bnb --extra s3 --extra dev --output-file requirements-dev.lock
+
+install: ## recreate the environment: make install [PYTHON=...] [TORCH=...] [TORCH_BACKEND=...] [EXTRAS=...] [LOCK=...]
 	rm -rf $(VENV)
 	@$(MAKE) --no-print-directory $(VENV)/.dev-installed
 
@@ -81,6 +95,9 @@ $(VENV)/.run-installed: pyproject.toml constraints.txt
 		echo "error: SD3-Light needs Python 3.11 or newer, and '$(PYTHON)' is older; choose another: make PYTHON=python3.12" >&2; exit 1; }
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
+ifneq ($(LOCK),)
+	$(PIP) install --no-deps --require-hashes --requirement $(LOCK)
+endif
 ifdef UV
 	uv pip install --python $(BIN)/python --torch-backend $(TORCH_BACKEND) --constraint $(VENV)/constraints.txt "$(TORCH)"
 else
