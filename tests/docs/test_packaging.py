@@ -3,7 +3,9 @@
 import os
 import re
 import subprocess
+import tarfile
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from scripts import check_package
 from sd3_light import __version__
 
 ROOT = Path(__file__).parents[2]
@@ -122,6 +125,111 @@ def test_the_workflow_runs_the_checks_on_every_supported_python() -> None:
     assert f">={job['strategy']['matrix']['python'][0]}" == project["requires-python"]
     listed = {line.rpartition(" ")[2] for line in project["classifiers"] if re.search(r":: 3\.\d+$", line)}
     assert listed == set(job["strategy"]["matrix"]["python"])
+
+
+def package_jobs() -> dict[str, Any]:
+    """Return the jobs of the workflow that checks the package."""
+    workflow: dict[Any, Any] = yaml.safe_load((ROOT / ".github/workflows/package.yml").read_text(encoding="utf-8"))
+    assert set(workflow[True]) == {"push", "pull_request"}  # YAML reads the key `on` as true
+    assert list(workflow[True]["push"]) == ["tags"]
+    jobs: dict[str, Any] = workflow["jobs"]
+    return jobs
+
+
+def test_the_package_is_checked_on_every_python_with_every_set_of_dependencies() -> None:
+    job = package_jobs()["install"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    listed = {line.rpartition(" ")[2] for line in project["classifiers"] if re.search(r":: 3\.\d+$", line)}
+    matrix = job["strategy"]["matrix"]
+    assert set(matrix) == {"python", "dependencies"}  # nothing is excluded
+    assert set(matrix["python"]) == listed
+    assert tuple(matrix["dependencies"]) == check_package.DEPENDENCY_SETS
+    (command,) = (step["run"] for step in job["steps"] if "check_package" in step.get("run", ""))
+    for dependencies in matrix["dependencies"]:
+        words = command.replace("${{ matrix.dependencies }}", dependencies).split()
+        assert words[:2] == ["python", "scripts/check_package.py"]
+        assert check_package.parser().parse_args(words[2:]).dependencies == dependencies
+    assert {"python-version": "${{ matrix.python }}"} in [step.get("with") for step in job["steps"]]
+
+
+def test_the_workflows_install_their_tools_in_the_tested_versions() -> None:
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    tools = {Requirement(one).name for one in project["optional-dependencies"]["release"]}
+    installs = [step["run"] for job in package_jobs().values() for step in job["steps"] if "pip install" in str(step)]
+    prefix = "pip install --constraint constraints.txt "
+    assert all(command.startswith(prefix) for command in installs)
+    assert {word for command in installs for word in command.removeprefix(prefix).split()} == tools
+    assert [tool for tool in tools if not re.search(rf"^{tool}==", pins, re.MULTILINE)] == []
+
+
+def test_the_audit_covers_the_tested_versions_and_leaves_none_out() -> None:
+    (command,) = (step["run"] for step in package_jobs()["audit"]["steps"] if "pip-audit --" in step.get("run", ""))
+    words = command.split()
+    assert words[words.index("--requirement") + 1] == "constraints.txt"
+    assert "--strict" in words
+
+
+def test_the_lowest_versions_are_the_lower_bounds() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    pins = [Requirement(one) for one in check_package.constraints_of("lowest", has_torch=False)]
+    by_name = {one.name: one.specifier for one in map(Requirement, project["dependencies"])}
+    assert set(by_name) <= {pin.name for pin in pins}
+    for pin in pins:
+        (version,) = (one.version for one in pin.specifier)
+        assert version in by_name.get(pin.name, pin.specifier)
+    assert check_package.lower_bounds(["a>=1.2,<3", "b[x]==4.0"]) == ["a==1.2", "b==4.0"]
+    with pytest.raises(ValueError, match="no lower bound"):
+        check_package.lower_bounds(["a<3"])
+    assert [one for one in check_package.constraints_of("pinned", has_torch=True) if one.startswith("torch==")] == []
+    assert check_package.constraints_of("newest", has_torch=False) == []
+
+
+def test_a_file_of_the_checkout_in_the_wheel_is_an_error(tmp_path: Path) -> None:
+    wheel = tmp_path / "sd3_light-0.1.0-py3-none-any.whl"
+    sdist = tmp_path / "sd3_light-0.1.0.tar.gz"
+    names = subprocess.run(["git", "ls-files", "sd3_light"], cwd=ROOT, capture_output=True, text=True, check=True)
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name in names.stdout.splitlines():
+            archive.write(ROOT / name, name)
+    with tarfile.open(sdist, "w:gz") as archive:
+        for name in ("pyproject.toml", "LICENSE", "README.md", "sd3_light/__init__.py"):
+            archive.add(ROOT / name, f"sd3_light-0.1.0/{name}")
+    assert "the demo's weights take" in check_package.check_contents(sdist, wheel)
+    with zipfile.ZipFile(wheel, "a") as archive:
+        archive.writestr("tests/conftest.py", "")
+    with pytest.raises(check_package.StepError, match=r"files of the checkout: tests/conftest\.py"):
+        check_package.check_contents(sdist, wheel)
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(ROOT / "sd3_light/__init__.py", "sd3_light/__init__.py")
+    with pytest.raises(check_package.StepError, match=r"lacks sd3_light/py\.typed"):
+        check_package.check_contents(sdist, wheel)
+
+
+def test_the_page_of_dependencies_names_every_direct_one() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    text = (ROOT / "docs" / "reference" / "dependencies.md").read_text(encoding="utf-8")
+    package, extras = text.partition("## Extras")[::2]
+    direct = {Requirement(one).name for one in project["dependencies"]}
+    assert set(re.findall(r"^\| ([\w-]+) \|", package, re.MULTILINE)) - {"package"} == direct
+    listed: dict[str, set[str]] = {}
+    for extra, names in re.findall(r"^\| `([\w-]+)` \| ([^|]+) \|", extras, re.MULTILINE):
+        listed.setdefault(extra, set()).update(names.split(", "))
+    optional = project["optional-dependencies"]
+    assert set(listed) == set(optional)
+    for extra, names in listed.items():
+        assert names <= {Requirement(one).name for one in optional[extra]}, extra
+    everything = {Requirement(one).name for group in optional.values() for one in group} - {"sd3-light"}
+    assert set().union(*listed.values()) == everything
+
+
+def test_a_failed_step_is_one_line_that_names_it(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as failure, check_package.step("demo"):
+        check_package.run(["bash", "-c", "echo no weights; exit 3"], ROOT)
+    assert re.fullmatch(r"error: demo, after 0 s: bash .*: exit code 3 \| no weights", str(failure.value))
+    with check_package.step("contents"):
+        check_package.run(["true"], ROOT)
+    assert re.fullmatch(r"contents: \d+\.\d s\n", capfd.readouterr().out)
 
 
 def test_an_install_without_constraints_stays_near_the_tested_versions() -> None:
