@@ -243,7 +243,7 @@ def serve_page(environment: Environment) -> None:
             except subprocess.TimeoutExpired:
                 server.kill()
                 raise StepError(f"the server runs {SERVER_SECONDS} s after Ctrl-C") from None
-    if "SD3-Light" not in page or "pretrain" not in page:
+    if "<title>Runs</title>" not in page or 'href="/runs/pretrain-' not in page:
         raise StepError(f"the page names no run:\n{page[:1000]}")
 
 
