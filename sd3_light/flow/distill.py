@@ -35,7 +35,7 @@ class GuidanceDistillation(Objective):
     """The error of the velocity towards the teacher's guided one.
 
     With ``most_guidance`` each sample draws its scale between the two, and the denoiser gets it as a number. A scale
-    that is not ``is_guided`` takes no pass without text.
+    that is not ``is_guided`` takes no pass without text, and the denoiser gets its teacher's number.
     """
 
     reads = ("words",)
@@ -62,7 +62,7 @@ class GuidanceDistillation(Objective):
         """Add the teacher's guided velocity, and the scale of each sample."""
         scale = self.scales(batch)
         taught = self.guided(model, batch, scale)
-        return batch.with_values({"taught": taught, "guidance": scale})
+        return batch.with_values({"taught": taught, **self.numbers(scale)})
 
     def losses(self, out: Prediction, batch: Batch) -> dict[str, Tensor]:
         """See `Objective.losses`."""
@@ -79,10 +79,19 @@ class GuidanceDistillation(Objective):
             return batch["t"].new_full((batch.size,), self.guidance)
         return self.guidance + (self.most_guidance - self.guidance) * self.uniforms(batch, "distilled-guidance")
 
+    @property
+    def has_guidance(self) -> bool:
+        """Whether the teacher computes a pass without text."""
+        return self.most_guidance is not None or self.is_guided(self.guidance)
+
+    def numbers(self, scale: Tensor) -> dict[str, Tensor]:
+        """Return the guidance that the student sees as a number; nothing where it is that of its teacher."""
+        return {"guidance": scale} if self.has_guidance else {}
+
     def guided(self, model: Observes, batch: Batch, scale: Tensor) -> Tensor:
         """Return the teacher's velocity with guidance."""
         positive = model.teach(batch).velocity.float()
-        if self.most_guidance is None and not self.is_guided(self.guidance):
+        if not self.has_guidance:
             return positive
         negative = model.teach(model.without_text(batch)).velocity.float()
         each = self.guidance if self.most_guidance is None else _per_sample(scale, positive)
@@ -123,7 +132,7 @@ class StepDistillation(GuidanceDistillation):
             noisy = batch.with_values({"noisy": arrived, "t": now})
             arrived = arrived + _per_sample((end - start) / steps, arrived) * self.guided(model, noisy, scale)
         taught = (arrived - latents) / _per_sample(end - start, arrived)
-        return batch.with_values({"noisy": latents, "t": start, "taught": taught, "guidance": scale})
+        return batch.with_values({"noisy": latents, "t": start, "taught": taught, **self.numbers(scale)})
 
 
 def sampler_times(model: ModelConfig, calls: int) -> Schedule:

@@ -95,8 +95,8 @@ def own_last_time(model: ModelConfig) -> float | None:
 def drawing_of_run(config: TrainConfig, unguided: float | None, usual: float | None = None) -> OwnDrawing:
     """Return the steps and the guidance of a run's model, where its kind does not say it: distilled, or continued ones.
 
-    ``unguided`` is the largest guidance that is none. It is None for a denoiser that takes guidance as a number, the
-    ``usual`` one if it is among those that a distilled model learnt.
+    ``unguided`` is the largest guidance that is none. It is None for a denoiser that takes guidance as a number: that
+    of its teacher if this one was not guided, or the ``usual`` one if it is among those that a distilled model learnt.
     """
     base = _read_base(config.model)
     stated = UNSTATED if base is None else base.drawing
@@ -104,7 +104,9 @@ def drawing_of_run(config: TrainConfig, unguided: float | None, usual: float | N
     if term is None:
         return stated
     guidance = unguided
-    if guidance is None:
+    if guidance is None and not term.is_guided:
+        guidance = config.model.guidance or 1.0
+    elif guidance is None:
         most = term.guidance if term.most_guidance is None else term.most_guidance
         guidance = min(max(term.guidance if usual is None else usual, term.guidance), most)
     return OwnDrawing(term.steps or stated.steps, guidance)

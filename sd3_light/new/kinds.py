@@ -49,6 +49,8 @@ class Kind:
 
     references: bool = False
     """Whether the model sees an image beside the text: that of the same name in the folder DATA-before."""
+    distills: bool = False
+    """Whether the model learns from itself with guidance and many steps, and is then drawn as it learnt."""
     draws: bool = False
     """Whether the run draws images of prompts, which are the captions, in place of training on images."""
 
@@ -161,5 +163,6 @@ KINDS = {
         shortest=2000,
         longest=10_000,
         continues=True,
+        distills=True,
     ),
 }

@@ -33,6 +33,7 @@ _COMMENTS = {
     "model.dtype": "of the encoders",
     "model.references": "images that the model sees beside the text",
     "model.guidance": "of the distilled denoiser, as is usual; not measured",
+    "objective.distill.guidance": "the denoiser takes model.guidance as a number, without a second pass",
 }
 _REASONED = ("model.text_tokens",)  # the recipe's comments explain its value
 _RELEASE: dict[str, tuple[Any, str]] = {
@@ -122,11 +123,12 @@ def train_toml(kind: Kind, values: TextValues) -> str:
         text = _set(text, key, value, comment)
     for key, (value, comment) in _evaluation(values, text, steps).items():
         text = _set(text, key, value, comment)
-    text = _with_keys(text, values.keys)
+    keys = _distilled(values.keys) if kind.distills else values.keys
+    text = _with_keys(text, keys)
     if plan.accumulation > 1:
         line = f"gradient_accumulation_steps = {plan.accumulation}"
         text = re.sub(r"^(micro_batch_size_per_gpu =.*)$", rf"\1\n{line}", text, flags=re.MULTILINE)
-    sampling = _sampling(values.prompts, steps, values.keys) if values.prompts else ""
+    sampling = _sampling(values.prompts, steps, keys) if values.prompts else ""
     return text.rstrip() + "\n" + sampling
 
 
@@ -225,16 +227,27 @@ def _batch_comment(plan: MemoryPlan, is_shrunk: bool) -> str:
 
 def _with_keys(text: str, keys: Mapping[str, Any]) -> str:
     """Return ``text`` with the keys of a family, and without comments about the lines that it replaces."""
-    tables = tomllib.loads(text)
     for key, value in keys.items():
         table, _, name = key.rpartition(".")
         if value is None:
             text = re.sub(rf"((^#.*\n)*^|^# ){name} =.*\n", "", text, flags=re.MULTILINE)
-        elif key not in ("side_step", *_CLIP_KEYS) and (not table or table in tables):
+        elif key not in ("side_step", *_CLIP_KEYS) and (not table or f"\n[{table}]\n" in text):
             own = "" if key in _REASONED else "# "
             text = re.sub(rf"(^#.*\n)*^{own}{name} =.*\n", "", text, flags=re.MULTILINE)
             text = _set(text, key, value, _COMMENTS.get(key, ""))
     return text
+
+
+def _distilled(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a family for a distillation: samples are drawn as the model learns.
+
+    A denoiser that takes guidance as a number has a teacher with the usual one, and without a second pass.
+    """
+    kept = {key: value for key, value in keys.items() if key not in ("sampling.steps", "sampling.guidance")}
+    if "model.guidance" in keys:
+        kept["model.guidance"] = keys["sampling.guidance"]
+        kept["objective.distill.guidance"] = 1.0
+    return kept
 
 
 def _sampling(prompts: tuple[str, ...], steps: int, keys: Mapping[str, Any]) -> str:

@@ -63,6 +63,14 @@ def test_the_guided_velocity_is_learnt_at_the_batch_s_own_times() -> None:
     torch.testing.assert_close(loss, expected.square().flatten(1).mean(1))
 
 
+def test_without_guidance_the_student_has_the_number_of_its_teacher() -> None:
+    for objective in (GuidanceDistillation(1.0), StepDistillation(lambda _: torch.tensor([1.0, 0]), 2, guidance=1.0)):
+        teacher = Linear(1.0)
+        drawn = objective.draw(teacher, batch())
+        assert "guidance" not in drawn.values
+        assert teacher.passes == (2 if isinstance(objective, StepDistillation) else 1)
+
+
 @pytest.mark.parametrize(
     "objective", [GuidanceDistillation(3.0), StepDistillation(lambda _: torch.tensor([1.0, 0]), 2)]
 )

@@ -20,7 +20,7 @@ from sd3_light.cli.new_verb import _report
 from sd3_light.cli.process import run_guarded
 from sd3_light.config import SIZES, AdapterConfig, ConfigFaults, UserError
 from sd3_light.core.caption_lengths import short_captions
-from sd3_light.core.registry import family_named
+from sd3_light.core.registry import family_named, with_family_values
 from sd3_light.cost.amount import format_bytes
 from sd3_light.cost.gpu_memory import gpu_memory
 from sd3_light.families.sd3.cost import SD3Cost
@@ -611,3 +611,18 @@ def test_new_fits_a_model_whose_sides_are_multiples_of_32(tmp_path: Path, images
     train, data = written(project)
     assert (data["side_step"], train["max_steps"], project.steps) == (32, 800, 800)
     check.run(check.load(project.train_toml))
+
+
+def test_a_distillation_draws_samples_as_the_model_learns(tmp_path: Path, images: str) -> None:
+    """The guidance of the base would guide a second time; Flux's is a number, which student and teacher share."""
+    learnt = {"flux": (1.0, 3.5), "z_image": (4.0, None)}
+    for family, (teacher, number) in learnt.items():
+        model = save_pipeline(family, tmp_path / family)
+        project = new.run("distill", images, str(model), tmp_path / f"{family}-out", resolution=64, gpus=gpu(24))
+        written = tomllib.loads(project.train_toml.read_text(encoding="utf-8"))
+        assert written["objective"]["distill"]["guidance"] == teacher
+        assert written["model"].get("guidance") == number
+        assert not {"steps", "guidance"} & set(written["sampling"])
+        config = with_family_values(check.load(project.train_toml)).train
+        assert (config.sampling.steps, config.sampling.guidance) == (4, 0.0 if number is None else number)
+        check.run(check.load(project.train_toml))
