@@ -26,7 +26,7 @@ ARGS ?=
 BUILDS := torch triton cuda-bindings cuda-pathfinder cuda-toolkit nvidia-cublas nvidia-cuda-cupti nvidia-cuda-nvrtc \
 	nvidia-cuda-runtime nvidia-cudnn-cu13 nvidia-cufft nvidia-cufile nvidia-curand nvidia-cusolver nvidia-cusparse \
 	nvidia-cusparselt-cu13 nvidia-nccl-cu13 nvidia-nvjitlink nvidia-nvshmem-cu13 nvidia-nvtx
-# every platform and every Python from the oldest on
+# every platform, and every Python from the oldest that the extra dev supports
 COMPILE := uv pip compile pyproject.toml --constraint constraints.txt --universal --python-version 3.11.5 --generate-hashes \
 	--no-header --no-annotate --quiet $(addprefix --no-emit-package ,$(BUILDS))
 
