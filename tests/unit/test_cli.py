@@ -487,8 +487,8 @@ def test_the_demo_suggests_prompts_of_its_world(verb: Callable[..., Result], mon
     prompts = command[3:]
     in_order = zip(prompts, LANGUAGES, strict=True)
     assert [scene_captions(parse_caption(prompt))[language] for prompt, language in in_order] == prompts
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    suggested_there = re.findall(r'sample demo_run/continue "([^"]+)"', readme)
+    guide = (Path(__file__).parents[2] / "docs" / "start" / "guide.md").read_text(encoding="utf-8")
+    suggested_there = re.findall(r'sample demo_run/continue "([^"]+)"', guide)
     assert suggested_there
     assert all(scene_captions(parse_caption(prompt))["en"] == prompt for prompt in suggested_there)
 

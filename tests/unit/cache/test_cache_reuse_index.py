@@ -78,7 +78,8 @@ def test_columns_with_equal_fingerprints_are_copied() -> None:
     assert copied.entries == ("mask",), "an image is encoded for all of its columns"
     edit = (*COLUMNS, Column("both", "caption+reference", "float16", (3,), ("encoder",)))
     copied = CopiedColumns.of(edit, {**SAME, "both": "same"}, {**SAME, "both": "same"})
-    assert (copied.captions, len(copied.encoded)) == ((), 3), "a caption alone does not decide the values"
+    assert (copied.captions, copied.encoded) == (("words", "score", "both"), ())
+    assert copied.beside == ("reference",), "a caption alone does not decide the values"
     assert not CopiedColumns.of(COLUMNS, SAME, {})
 
 

@@ -1,5 +1,6 @@
 """The plan on disk: written once, by one process, without holding the whole dataset in memory."""
 
+import gc
 import json
 import multiprocessing
 import shutil
@@ -189,6 +190,7 @@ def test_planning_holds_only_a_few_units_in_memory(
     first, second = (replace(listing, parts=parts) for parts in (listing.parts[:12], listing.parts[12:]))
     peaks = []
     for part in (first, second, listing):
+        gc.collect()  # at the same point of its counters each time
         tracemalloc.start()
         try:
             plan = make_cache_plan(catalogue, [part], RECIPE, 256)
