@@ -86,6 +86,8 @@ def run(command: Sequence[str], folder: Path, variables: dict[str, str] | None =
             text=True,
             timeout=STEP_SECONDS,
         )
+    except FileNotFoundError as error:
+        raise StepError(f"{command[0]} does not exist") from error
     except subprocess.TimeoutExpired as error:
         raise StepError(f"{' '.join(command)}: no end after {STEP_SECONDS} s") from error
     if done.returncode != 0:

@@ -173,8 +173,8 @@ def _difference_cells(
 ) -> list[str]:
     seeds = ", ".join(map(str, own))
     rates = " / ".join(f"{statistics.mean(right):.3f}" for right in own.values())
-    found = None if base is None else compare(differences(own, base), pooled)
-    return [seeds, rates, *(("", "", "") if found is None else (str(found), to or "", found.verdict))]
+    compared = None if base is None else compare(differences(own, base), pooled)
+    return [seeds, rates, *(("", "", "") if compared is None else (str(compared), to or "", compared.verdict))]
 
 
 def samples_to(rate: float, scores: Sequence[Sequence[float]]) -> str:

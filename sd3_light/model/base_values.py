@@ -105,7 +105,7 @@ def drawing_of_run(config: TrainConfig, unguided: float | None, usual: float | N
         return stated
     guidance = unguided
     if guidance is None and not term.is_guided:
-        guidance = config.model.guidance or 1.0
+        guidance = 1.0 if config.model.guidance is None else config.model.guidance
     elif guidance is None:
         most = term.guidance if term.most_guidance is None else term.most_guidance
         guidance = min(max(term.guidance if usual is None else usual, term.guidance), most)

@@ -1,4 +1,4 @@
-"""Makes files of every format with this version: `python tests/released/make.py`. They lie in `tests/released/VERSION`.
+"""Writes files of every format with this version into `tests/released/VERSION`: `python -m tests.released.make`.
 
 Run it once for every release, and never again: `tests/unit/test_released.py` reads the files of all releases.
 """
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from sd3_light import __version__
 from sd3_light.config import load_config
 from sd3_light.engines import Launch
+from sd3_light.export import convert
 from sd3_light.journeys import cache_then_train
 from sd3_light.runlog import read_log
 from sd3_light.tasks import DiffusionTrainingModule, ModelLogger, launch_data_process_task
@@ -141,12 +142,14 @@ def make(folder: Path) -> None:
     (lora,) = (folder / "lora_run" / "exports").iterdir()
     shutil.move(export, folder / "export")
     shutil.move(lora, folder / "lora")
+    convert.run(folder / "export", folder / "single.safetensors")
     for name in FROZEN:  # those of the model
         shutil.rmtree(folder / "export" / name)
     copy = folder.with_name(f"{folder.name}-continued")
     shutil.copytree(folder, copy)
     pipeline = tiny_pipeline()
-    expected = {
+    expected: dict[str, Any] = {
+        "version": __version__,
         "losses": continued_losses(copy, "train.toml", "run"),
         "lora_losses": continued_losses(copy, "lora.toml", "lora_run"),
         "export": output(type(pipeline.transformer).from_pretrained(folder / "export" / "transformer")),

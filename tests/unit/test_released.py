@@ -9,15 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import StableDiffusion3Pipeline
+from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 
+from sd3_light import __version__
 from sd3_light.cache import verb as cache
 from sd3_light.config import load_config
 from sd3_light.config.faults import UserError
 from sd3_light.data.manifest import Manifest
 from sd3_light.engines import Launch
+from sd3_light.export import convert
 from sd3_light.export.lora_file import read_lora
 from sd3_light.journeys import cache_then_train
+from sd3_light.report.run_log import read_run
 from sd3_light.runlog import read_log
 from sd3_light.tasks import ProcessedDataset
 from tests.project import quick_caching
@@ -63,8 +66,19 @@ def test_a_run_continues(released: Path, tmp_path: Path, toml: str, run: str, na
     shutil.copytree(released, folder)
     with quick_caching():
         assert continued_losses(folder, toml, run) == pytest.approx(expected(released)[name], rel=1e-4)
-    kinds = [event["event"] for event in read_log(folder / run / "log.jsonl")]
-    assert kinds.count("start") == kinds.count("resume") == 1
+    events = list(read_log(folder / run / "log.jsonl"))
+    (start,) = (event for event in events if event["event"] == "start")
+    (resume,) = (event for event in events if event["event"] == "resume")
+    assert (start["version"], resume["version"]) == (expected(released)["version"], __version__)
+
+
+def test_a_log_is_reported_with_events_that_are_not_known(released: Path) -> None:
+    log = released / "run" / "log.jsonl"
+    with log.open("a", encoding="utf-8") as file:
+        file.write('{"event": "of a later version", "time": 1.0, "more": [1]}\n')
+    report = read_run(released / "run")
+    assert report.begin["version"] == expected(released)["version"]
+    assert [event["step"] for event in report.last.values() if event["event"] == "step"] == [2]
 
 
 def test_an_export_is_read_by_stock_diffusers_and_as_a_start(released: Path, tmp_path: Path) -> None:
@@ -77,6 +91,12 @@ def test_an_export_is_read_by_stock_diffusers_and_as_a_start(released: Path, tmp
     config = load_config(released / "train.toml", (f'model.init="{folder}"', 'output_dir="from_export"', "max_steps=1"))
     with quick_caching():
         assert cache_then_train(config, Launch()).step == 1
+
+
+def test_a_single_file_is_read(released: Path, tmp_path: Path) -> None:
+    convert.run(released / "single.safetensors", tmp_path / "back", base=released / "model")
+    transformer = SD3Transformer2DModel.from_pretrained(tmp_path / "back" / "transformer")
+    assert output(transformer) == pytest.approx(expected(released)["export"], rel=1e-3, abs=1e-4)
 
 
 def test_a_lora_file_is_read_by_stock_diffusers_and_by_us(released: Path) -> None:
