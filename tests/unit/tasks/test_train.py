@@ -15,6 +15,7 @@ from accelerate.utils import DistributedType
 from PIL import Image
 from safetensors.torch import load_file
 
+from sd3_light import __version__
 from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.config.faults import RESUMABLE, Stopped, UserError
 from sd3_light.core.batch import Batch
@@ -60,6 +61,8 @@ def test_a_task_trains_and_logs_its_steps(tmp_path: Path) -> None:
     model = Toy()
     frozen = model.encoder.weight.clone()
     events = run(tmp_path, model, num_epochs=3, batch_size=2, max_steps=10)
+    (start,) = (event for event in events if event["event"] == "start")
+    assert (start["total"], start["version"]) == (10, __version__)
     assert [event["samples"] for event in events if event["event"] == "step"] == [2 * n for n in range(1, 11)]
     assert {rate for _, rate in steps(events, "lr")} == {1e-2}, "constant from the first step on"
     assert all(norm > 0 for _, norm in steps(events, "grad_norm"))
