@@ -23,7 +23,6 @@ from sd3_light import __version__, cli, journeys
 from sd3_light.assets import DEMO
 from sd3_light.cache.verb import CacheOptions
 from sd3_light.cli import process
-from sd3_light.cli.train_py import _flags
 from sd3_light.config import DEFAULT_GUIDANCE
 from sd3_light.config.family_keys import FAMILY_NAMES
 from sd3_light.config.faults import PeerLost, Stopped, UserError
@@ -46,38 +45,11 @@ from tests.project import Project
 from tests.warm import REAL_PYTHON
 
 VERBS = (
-    "new",
-    "demo",
-    "init",
-    "check",
-    "cache",
-    "train",
-    "caption",
-    "control",
-    "mask",
-    "parts",
-    "export",
-    "sample",
-    "evaluate",
-    "convert",
-    "inspect",
-    "report",
-    "families",
-    "ui",
+    "new demo init check cache train caption control mask parts export sample evaluate convert inspect report".split()
 )
-FLAGS = (
-    "--config",
-    "--cache_only",
-    "--trust_cache",
-    "--regenerate_cache",
-    "--resume_from_checkpoint",
-    "--reset_dataloader",
-    "--reset_optimizer",
-    "--reset_optimizer_params",
-    "--restart",
-    "--deepspeed",
-    "--local_rank",
-)
+VERBS += ["families", "ui"]
+FLAGS = ["--config", "--cache_only", "--trust_cache", "--regenerate_cache", "--resume_from_checkpoint", "--local_rank"]
+FLAGS += ["--reset_dataloader", "--reset_optimizer", "--reset_optimizer_params", "--restart", "--deepspeed"]
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SD3_LIGHT_DEBUG")
 
 
@@ -90,6 +62,9 @@ class Result:
     err: str
 
 
+Command = Callable[..., Result]
+
+
 @pytest.fixture(autouse=True)
 def plain_shell(monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove launcher variables and global state left by other commands."""
@@ -100,7 +75,7 @@ def plain_shell(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+def verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     """Run `sd3-light ARGUMENTS` in this process."""
 
     def call(*arguments: object) -> Result:
@@ -113,7 +88,7 @@ def verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.fixture
-def train_py(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+def train_py(capsys: pytest.CaptureFixture[str]) -> Command:
     """Run `python train.py ARGUMENTS` in this process."""
 
     def call(*arguments: object) -> Result:
@@ -156,7 +131,7 @@ def error_line(result: Result) -> str:
 # --- help and version --------------------------------------------------------------------------
 
 
-def test_help_lists_every_verb(verb: Callable[..., Result]) -> None:
+def test_help_lists_every_verb(verb: Command) -> None:
     result = verb("--help")
     assert result.code == 0
     assert all(re.search(rf"\b{name}\b", result.out) for name in VERBS)
@@ -165,14 +140,15 @@ def test_help_lists_every_verb(verb: Callable[..., Result]) -> None:
 
 
 @pytest.mark.parametrize("name", VERBS)
-def test_every_verb_has_help(verb: Callable[..., Result], name: str) -> None:
+def test_every_verb_has_help(verb: Command, name: str) -> None:
     result = verb(name, "--help")
     assert result.code == 0
     assert f"sd3-light {name}" in result.out
     assert len(result.out.splitlines()) > 5
+    assert not re.search(r"--[a-z]+_", result.out), "every option is spelled with hyphens"
 
 
-def test_train_py_has_help_for_its_flags(train_py: Callable[..., Result]) -> None:
+def test_train_py_has_help_for_its_flags(train_py: Command) -> None:
     result = train_py("--help")
     assert result.code == 0
     for flag in FLAGS:
@@ -180,23 +156,18 @@ def test_train_py_has_help_for_its_flags(train_py: Callable[..., Result]) -> Non
 
 
 @pytest.mark.parametrize("arguments", [(), ("lora",), ("cache",), ("sample",), ("lora", "convert")], ids=" ".join)
-def test_help_shows_switches_without_a_type(verb: Callable[..., Result], arguments: tuple[str, ...]) -> None:
+def test_help_shows_switches_without_a_type(verb: Command, arguments: tuple[str, ...]) -> None:
     result = verb(*arguments, "--help")
     assert "bool" not in result.out.lower()
     assert re.search(r"--help +Show this", result.out)
 
 
-def test_help_spells_every_option_with_hyphens(verb: Callable[..., Result]) -> None:
-    for name in VERBS:
-        assert not re.search(r"--[a-z]+_", verb(name, "--help").out), name
-
-
-def test_the_version(verb: Callable[..., Result]) -> None:
+def test_the_version(verb: Command) -> None:
     assert verb("--version").out.strip() == __version__
 
 
 def test_commands_start_without_warnings_of_libraries(
-    verb: Callable[..., Result], train_py: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    verb: Command, train_py: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers reads its variable when it is imported, which the first check of a config does."""
     name, levels = "TRANSFORMERS_VERBOSITY", []
@@ -229,7 +200,7 @@ def test_no_command_warns_of_torchvision(raw_project: Project) -> None:
     ids=str,
 )
 def test_train_py_rejects_flags_of_diffusion_pipe_with_what_to_do_instead(
-    train_py: Callable[..., Result], arguments: tuple[str, ...], instead: str
+    train_py: Command, arguments: tuple[str, ...], instead: str
 ) -> None:
     result = train_py("--deepspeed", "--config", "train.toml", *arguments)
     assert result.code == 2
@@ -238,16 +209,7 @@ def test_train_py_rejects_flags_of_diffusion_pipe_with_what_to_do_instead(
     assert instead in line
 
 
-def test_train_py_takes_the_other_flags_of_diffusion_pipe() -> None:
-    flags = ["--deepspeed", "--local_rank=0", "--resume_from_checkpoint", "--reset_dataloader", "--reset_optimizer"]
-    flags += ["--reset_optimizer_params", "--regenerate_cache", "--cache_only", "--trust_cache"]
-    taken = _flags().parse_args(["--config", "train.toml", *flags])
-    assert all((taken.regenerate_cache, taken.cache_only, taken.trust_cache))
-
-
-def test_a_missing_config_is_one_line_and_code_2(
-    verb: Callable[..., Result], train_py: Callable[..., Result], tmp_path: Path
-) -> None:
+def test_a_missing_config_is_one_line_and_code_2(verb: Command, train_py: Command, tmp_path: Path) -> None:
     path = tmp_path / "nowhere.toml"
     for result in (verb("train", path), verb("check", path), train_py("--config", path)):
         assert result.code == 2
@@ -256,7 +218,7 @@ def test_a_missing_config_is_one_line_and_code_2(
         assert result.err.startswith("error: 1 problem in the config")
 
 
-def test_all_faults_are_in_one_report(verb: Callable[..., Result], fresh_project: Project) -> None:
+def test_all_faults_are_in_one_report(verb: Command, fresh_project: Project) -> None:
     text = fresh_project.train_toml.read_text()
     fresh_project.train_toml.write_text(text.replace("seed = 3", 'sead = 3\nlr_scheduler = "cosin"'))
     result = verb("check", fresh_project.train_toml)
@@ -283,7 +245,7 @@ def test_all_faults_are_in_one_report(verb: Callable[..., Result], fresh_project
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
 def test_a_user_error_is_one_line_and_code_2(
-    verb: Callable[..., Result],
+    verb: Command,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     arguments: tuple[str, ...],
@@ -296,80 +258,53 @@ def test_a_user_error_is_one_line_and_code_2(
 
 
 @pytest.mark.parametrize("arguments", [("fly",), ("train",), ("sample", "x", "a prompt", "--steps", "none")])
-def test_unparsable_arguments_are_code_2(verb: Callable[..., Result], arguments: tuple[str, ...]) -> None:
+def test_unparsable_arguments_are_code_2(verb: Command, arguments: tuple[str, ...]) -> None:
     result = verb(*arguments)
     assert result.code == 2
     assert "Traceback" not in result.err
 
 
-def test_a_bug_is_code_1(
-    verb: Callable[..., Result], train_py: Callable[..., Result], project: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: object, **__: object) -> None:
-        raise RuntimeError("unexpected state")
+DISK = "free disk space or fix the disk, then start again. Finished files are kept"
+BUG = r"this is a bug in sd3-light \(at mock.py:\d+\); --debug shows the traceback"
 
-    monkeypatch.setattr(journeys, "cache_then_train", broken)
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (RuntimeError("unexpected state"), 1, f"RuntimeError: unexpected state; {BUG}"),
+        (OSError(errno.EROFS, "Read-only file system", "run/x"), 2, rf"Read-only file system \(run/x\); {DISK}"),
+        (OSError(errno.ESTALE, "Stale file handle", "run/x"), 2, rf"Stale file handle \(run/x\); {DISK}"),
+        (OSError(errno.ENOENT, "No such file or directory", "run/x"), 1, f".*{BUG}"),
+        (PeerLost("a machine is gone; start again"), cli.RESUMABLE, "a machine is gone; start again"),
+    ],
+)
+def test_a_failure_is_one_line_and_a_code(
+    verb: Command,
+    train_py: Command,
+    project: Project,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Any,
+    code: int,
+    line: str,
+) -> None:
+    monkeypatch.setattr(journeys, "cache_then_train", Mock(side_effect=error))
     for result in (verb("train", project.train_toml), train_py("--config", project.train_toml)):
-        assert result.code == 1
-        line = error_line(result)
-        assert line.startswith("error: RuntimeError: unexpected state; this is a bug in sd3-light (at test_cli.py:")
-        assert line.endswith("); --debug shows the traceback")
-
-
-def test_a_failing_disk_is_code_2_and_a_missing_file_a_bug(
-    verb: Callable[..., Result], project: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    errors = {code: OSError(code, os.strerror(code), "run/x") for code in (errno.EROFS, errno.ESTALE, errno.ENOENT)}
-    results = {}
-    for code, error in errors.items():
-        monkeypatch.setattr(journeys, "cache_then_train", Mock(side_effect=error))
-        results[code] = verb("train", project.train_toml)
-    assert [result.code for result in results.values()] == [2, 2, 1]
-    remedy = "free disk space or fix the disk, then start again. Finished files are kept"
-    assert error_line(results[errno.EROFS]) == f"error: Read-only file system (run/x); {remedy}"
-    assert "this is a bug in sd3-light" in error_line(results[errno.ENOENT])
-
-
-def test_a_lost_process_is_one_line_and_says_try_again(
-    train_py: Callable[..., Result], project: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def lost(*_: object, **__: object) -> None:
-        raise PeerLost("a machine is gone; start again")
-
-    monkeypatch.setattr(journeys, "cache_then_train", lost)
-    result = train_py("--config", project.train_toml)
-    assert result.code == cli.RESUMABLE
-    assert error_line(result) == "error: a machine is gone; start again"
+        assert result.code == code
+        assert re.fullmatch(f"error: {line}", error_line(result))
 
 
 def test_debug_shows_the_traceback(
-    verb: Callable[..., Result], train_py: Callable[..., Result], project: Project, monkeypatch: pytest.MonkeyPatch
+    verb: Command, train_py: Command, project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_: object, **__: object) -> None:
-        raise UserError("bad input")
-
-    monkeypatch.setattr(journeys, "cache_then_train", broken)
-    for result in (
-        verb("--debug", "train", project.train_toml),
-        train_py("--config", project.train_toml, "--debug"),
-    ):
+    monkeypatch.setattr(journeys, "cache_then_train", Mock(side_effect=UserError("bad input")))
+    for result in (verb("--debug", "train", project.train_toml), train_py("--config", project.train_toml, "--debug")):
         assert result.code == 2
         assert "Traceback" in result.err
         assert result.err.rstrip().endswith("error: bad input")
 
 
-def test_an_interrupt_is_code_130(
-    verb: Callable[..., Result], project: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(journeys, "cache_then_train", interrupted)
-    assert verb("train", project.train_toml).code == 130
-
-
 def test_a_stopped_run_prints_the_command_that_continues(
-    verb: Callable[..., Result], train_py: Callable[..., Result], project: Project, monkeypatch: pytest.MonkeyPatch
+    verb: Command, train_py: Command, project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(project.folder)
     for error in (Stopped("SIGINT at step 3 of 9"), KeyboardInterrupt()):
@@ -392,8 +327,8 @@ def suggested(result: Result) -> list[str]:
 
 
 def test_a_run_that_stopped_before_its_first_export_is_not_to_be_sampled(
-    verb: Callable[..., Result],
-    train_py: Callable[..., Result],
+    verb: Command,
+    train_py: Command,
     project: Project,
     journey_calls: list[Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -410,8 +345,8 @@ def test_a_run_that_stopped_before_its_first_export_is_not_to_be_sampled(
 
 
 def test_commands_end_with_the_next_ones(
-    verb: Callable[..., Result],
-    train_py: Callable[..., Result],
+    verb: Command,
+    train_py: Command,
     project: Project,
     journey_calls: list[Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -433,7 +368,7 @@ def test_commands_end_with_the_next_ones(
 
 
 def test_simple_mistakes_in_sample_are_reported_before_libraries_are_imported(
-    verb: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    verb: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sd3_light.cli.model_verbs.init_process", lambda: pytest.fail("imports take seconds"))
     (tmp_path / "train.toml").touch()
@@ -444,7 +379,7 @@ def test_simple_mistakes_in_sample_are_reported_before_libraries_are_imported(
 
 @pytest.mark.parametrize("file", ["model_index.json", "pytorch_lora_weights.safetensors"])
 def test_an_exported_model_can_be_converted_and_an_adapter_is_a_file(
-    verb: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+    verb: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
     def write(run: Path, out: Path, *_: Any) -> Path:
         out.mkdir()
@@ -459,7 +394,7 @@ def test_an_exported_model_can_be_converted_and_an_adapter_is_a_file(
 
 
 def test_only_models_with_a_single_file_are_converted(
-    verb: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    verb: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sd3_light.export.verb.run", lambda run, out, *_: out)
@@ -479,7 +414,7 @@ def test_only_models_with_a_single_file_are_converted(
     assert "sd3-light convert" in error_line(verb("lora", "merge", "sd3", "out.safetensors", "x.safetensors"))
 
 
-def test_the_demo_suggests_prompts_of_its_world(verb: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_suggests_prompts_of_its_world(verb: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its models know only the phrasing of their captions."""
     monkeypatch.setattr(journeys, "run_demo", lambda *_: None)
     command = shlex.split(suggested(verb("demo", "--out", "d"))[0])
@@ -493,9 +428,7 @@ def test_the_demo_suggests_prompts_of_its_world(verb: Callable[..., Result], mon
     assert all(scene_captions(parse_caption(prompt))["en"] == prompt for prompt in suggested_there)
 
 
-def test_sample_suggests_its_own_options(
-    verb: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_sample_suggests_its_own_options(verb: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sample, "run", lambda *_: Path("images/grid.png"))
     monkeypatch.chdir(tmp_path)
     Path("m").mkdir()
@@ -517,7 +450,7 @@ def test_sample_suggests_its_own_options(
 
 
 def test_written_files_are_named(
-    verb: Callable[..., Result], project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    verb: Command, project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(against, "run", Mock(return_value=Mock(table=lambda: "scores")))
@@ -538,38 +471,26 @@ def test_written_files_are_named(
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ((), ("train", CacheOptions(trust=False, regenerate=False), None)),
-        (("--trust_cache",), ("train", CacheOptions(trust=True, regenerate=False), None)),
-        (("--regenerate_cache",), ("train", CacheOptions(trust=False, regenerate=True), None)),
-        (("--cache_only",), ("cache", CacheOptions(trust=False, regenerate=False))),
+        ((), ("train", CacheOptions(), None)),
+        (("--regenerate_cache",), ("train", CacheOptions(regenerate=True), None)),
+        (("--cache_only",), ("cache", CacheOptions())),
         (("--cache_only", "--trust_cache", "--regenerate_cache"), ("cache", CacheOptions(trust=True, regenerate=True))),
-        (("--cache_only", "--deepspeed"), ("cache", CacheOptions(trust=False, regenerate=False))),
-        (("--deepspeed", "--trust_cache"), ("deepspeed", CacheOptions(trust=True, regenerate=False), None)),
-        (("--restart",), ("train", CacheOptions(trust=False, regenerate=False), Resume(restart=True))),
-        (("--resume_from_checkpoint",), ("train", CacheOptions(trust=False, regenerate=False), Resume())),
-        (("--resume", "--trust-cache"), ("train", CacheOptions(trust=True, regenerate=False), Resume())),
-        (("--resume-from", "DIR"), ("train", CacheOptions(trust=False, regenerate=False), Resume(Path("DIR")))),
-        (
-            ("--resume_from_checkpoint", "DIR"),
-            ("train", CacheOptions(trust=False, regenerate=False), Resume(Path("DIR"))),
-        ),
-        (
-            ("--resume_from_checkpoint", "--reset_dataloader"),
-            ("train", CacheOptions(trust=False, regenerate=False), Resume(None, reset_dataloader=True)),
-        ),
-        (
-            ("--resume_from_checkpoint", "--reset_optimizer"),
-            ("train", CacheOptions(trust=False, regenerate=False), Resume(None, reset_optimizer=True)),
-        ),
-        (
-            ("--resume_from_checkpoint", "--reset_optimizer_params"),
-            ("train", CacheOptions(trust=False, regenerate=False), Resume(None, reset_optimizer_params=True)),
+        (("--cache_only", "--deepspeed"), ("cache", CacheOptions())),
+        (("--deepspeed", "--trust_cache"), ("deepspeed", CacheOptions(trust=True), None)),
+        (("--restart",), ("train", CacheOptions(), Resume(restart=True))),
+        (("--resume_from_checkpoint",), ("train", CacheOptions(), Resume())),
+        (("--resume", "--trust-cache"), ("train", CacheOptions(trust=True), Resume())),
+        (("--resume-from", "DIR"), ("train", CacheOptions(), Resume(Path("DIR")))),
+        (("--resume_from_checkpoint", "DIR"), ("train", CacheOptions(), Resume(Path("DIR")))),
+        *(
+            (("--resume", f"--{reset}"), ("train", CacheOptions(), Resume(None, **{reset: True})))
+            for reset in ("reset_dataloader", "reset_optimizer", "reset_optimizer_params")
         ),
     ],
     ids=lambda value: " ".join(value) if value and isinstance(value[0], str) and value[0].startswith("--") else "",
 )
 def test_every_flag_of_train_py_is_passed_on(
-    train_py: Callable[..., Result],
+    train_py: Command,
     raw_project: Project,
     journey_calls: list[Any],
     flags: tuple[str, ...],
@@ -584,7 +505,7 @@ def test_every_flag_of_train_py_is_passed_on(
 
 @pytest.mark.parametrize("underscores", [False, True])
 def test_every_flag_of_the_cache_verb_is_passed_on(
-    verb: Callable[..., Result], raw_project: Project, journey_calls: list[Any], underscores: bool
+    verb: Command, raw_project: Project, journey_calls: list[Any], underscores: bool
 ) -> None:
     flags = ["--trust-cache", "--regenerate-cache", "--verify", "--prune", "--dry-run"]
     if underscores:
@@ -594,7 +515,7 @@ def test_every_flag_of_the_cache_verb_is_passed_on(
     assert options == CacheOptions(*[True] * 5)
 
 
-def test_the_parts_of_a_cache(verb: Callable[..., Result], raw_project: Project, journey_calls: list[Any]) -> None:
+def test_the_parts_of_a_cache(verb: Command, raw_project: Project, journey_calls: list[Any]) -> None:
     result = verb("cache", raw_project.train_toml, "--part", "2/3")
     assert suggested(result) == [f"sd3-light cache {raw_project.train_toml} --finish"]
     assert verb("cache", raw_project.train_toml, "--finish").code == 0
@@ -604,7 +525,7 @@ def test_the_parts_of_a_cache(verb: Callable[..., Result], raw_project: Project,
     assert "come after all parts" in error_line(verb("cache", raw_project.train_toml, "--part=0/3", "--prune"))
 
 
-def test_the_cache_on_ray(verb: Callable[..., Result], raw_project: Project, journey_calls: list[Any]) -> None:
+def test_the_cache_on_ray(verb: Command, raw_project: Project, journey_calls: list[Any]) -> None:
     config = raw_project.train_toml
     for options, expected in (
         (["--ray"], CacheOptions(ray="")),
@@ -622,7 +543,7 @@ def test_the_cache_on_ray(verb: Callable[..., Result], raw_project: Project, jou
 
 
 def test_keys_can_be_set_from_the_command_line(
-    train_py: Callable[..., Result], verb: Callable[..., Result], raw_project: Project, journey_calls: list[Any]
+    train_py: Command, verb: Command, raw_project: Project, journey_calls: list[Any]
 ) -> None:
     overrides = ("--set", "max_steps=9", "--set", "model.shift=3.0")
     assert train_py("--config", raw_project.train_toml, *overrides).code == 0
@@ -630,7 +551,7 @@ def test_keys_can_be_set_from_the_command_line(
     assert [(loaded.train.max_steps, loaded.train.model.shift) for _, loaded, *_ in journey_calls] == [(9, 3.0)] * 2
 
 
-def test_the_train_verb_resumes(verb: Callable[..., Result], raw_project: Project, journey_calls: list[Any]) -> None:
+def test_the_train_verb_resumes(verb: Command, raw_project: Project, journey_calls: list[Any]) -> None:
     for flags in ((), ("--resume",), ("--resume-from", "DIR"), ("--restart",)):
         assert verb("train", raw_project.train_toml, *flags).code == 0
     assert [call[-1] for call in journey_calls] == [None, Resume(), Resume(Path("DIR")), Resume(restart=True)]
@@ -641,7 +562,7 @@ def test_the_train_verb_resumes(verb: Callable[..., Result], raw_project: Projec
 
 @pytest.mark.parametrize("flag", ["--reset_dataloader", "--reset_optimizer", "--reset_optimizer_params"])
 def test_a_reset_without_a_resume_is_rejected(
-    train_py: Callable[..., Result], raw_project: Project, journey_calls: list[Any], flag: str
+    train_py: Command, raw_project: Project, journey_calls: list[Any], flag: str
 ) -> None:
     result = train_py("--config", raw_project.train_toml, flag)
     assert result.code == 2
@@ -649,7 +570,7 @@ def test_a_reset_without_a_resume_is_rejected(
     assert journey_calls == []
 
 
-def test_a_config_is_required(train_py: Callable[..., Result]) -> None:
+def test_a_config_is_required(train_py: Command) -> None:
     result = train_py()
     assert result.code == 2
     assert "--config" in result.err
@@ -666,7 +587,7 @@ def stale_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("stale_ranks")
 def test_stale_ranks_in_the_shell_are_ignored(
-    train_py: Callable[..., Result], verb: Callable[..., Result], raw_project: Project, monkeypatch: pytest.MonkeyPatch
+    train_py: Command, verb: Command, raw_project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither the launch nor the choice of the main process depends on them."""
     launches = []
@@ -682,7 +603,7 @@ def test_stale_ranks_in_the_shell_are_ignored(
 @pytest.mark.usefixtures("stale_ranks")
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 def test_the_rank_of_a_launcher_is_used(
-    train_py: Callable[..., Result],
+    train_py: Command,
     raw_project: Project,
     monkeypatch: pytest.MonkeyPatch,
     journey_calls: list[Any],
@@ -699,13 +620,13 @@ def test_the_rank_of_a_launcher_is_used(
 # --- read-only verbs -----------------------------------------------------------------------------
 
 
-def test_check_describes_a_run(verb: Callable[..., Result], raw_project: Project) -> None:
+def test_check_describes_a_run(verb: Command, raw_project: Project) -> None:
     result = verb("check", raw_project.train_toml)
     assert result.code == 0, result.err
     assert "tiny2" in result.out
 
 
-def test_check_prints_numbers_for_programs(verb: Callable[..., Result], raw_project: Project) -> None:
+def test_check_prints_numbers_for_programs(verb: Command, raw_project: Project) -> None:
     result = verb("check", raw_project.train_toml, "--json")
     assert result.code == 0, result.err
     numbers = json.loads(result.out)
@@ -713,14 +634,7 @@ def test_check_prints_numbers_for_programs(verb: Callable[..., Result], raw_proj
     assert numbers["does_not_fit"] == []
 
 
-def test_inspect_shows_a_cache(verb: Callable[..., Result], cached_project: Project) -> None:
-    result = verb("inspect", cached_project.cache)
-    assert result.code == 0, result.err
-    assert "64x64" in result.out
-    assert "40" in result.out
-
-
-def test_cache_prints_a_summary_of_the_cache(verb: Callable[..., Result], project: Project) -> None:
+def test_cache_prints_a_summary_of_the_cache(verb: Command, project: Project) -> None:
     result = verb("cache", project.train_toml)
     assert result.code == 0, result.err
     assert "40 of 40 images are up to date" in result.err
@@ -745,7 +659,7 @@ def test_a_stopped_run_ignores_further_signals_while_it_exits() -> None:
 # --- defaults ------------------------------------------------------------------------------------
 
 
-def test_guidance_has_one_default(verb: Callable[..., Result]) -> None:
+def test_guidance_has_one_default(verb: Command) -> None:
     for name in ("sample", "evaluate"):
         shown = re.sub(r"[│\s]+", " ", verb(name, "--help").out)
         assert re.search(rf"--guidance .*?default: {DEFAULT_GUIDANCE:g}, or the model's own", shown, re.IGNORECASE)
@@ -759,7 +673,7 @@ def test_guidance_has_one_default(verb: Callable[..., Result]) -> None:
 
 
 def test_evaluate_scores_only_models_of_the_demo(
-    verb: Callable[..., Result], raw_project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    verb: Command, raw_project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The score judges the demo's shapes and colours. It is known by the captions of the export's dataset."""
     scored: list[Path] = []
@@ -788,14 +702,14 @@ def test_evaluate_scores_only_models_of_the_demo(
 
 
 def test_evaluate_needs_eval_datasets_before_the_cache(
-    verb: Callable[..., Result], project: Project, monkeypatch: pytest.MonkeyPatch
+    verb: Command, project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journeys.cache, "run", Mock(side_effect=AssertionError("encodes")))
     result = verb("evaluate", DEMO, "--config", project.train_toml, "--set", "eval_datasets=[]")
     assert "has no eval_datasets" in error_line(result)
 
 
-def test_check_knows_its_gpus(verb: Callable[..., Result], project: Project) -> None:
+def test_check_knows_its_gpus(verb: Command, project: Project) -> None:
     for name in ("FOO", ""):
         result = verb("check", project.train_toml, "--gpu", name)
         assert re.search(r"unknown kind of GPU; .*H200, .*4090.*; --gpu-memory GIB alone", error_line(result))
@@ -805,7 +719,7 @@ def test_check_knows_its_gpus(verb: Callable[..., Result], project: Project) -> 
 
 
 def test_check_of_several_processes_ends_with_their_command(
-    verb: Callable[..., Result], project: Project, monkeypatch: pytest.MonkeyPatch
+    verb: Command, project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(project.folder)
     result = verb("check", "train.toml", "--processes", 2, "--gpu-memory", 80, "--set", "seed=3")
@@ -813,9 +727,7 @@ def test_check_of_several_processes_ends_with_their_command(
     assert result.err.splitlines()[-1] == f"on all 2 GPUs: {command}"
 
 
-def test_check_fails_if_the_run_does_not_fit(
-    verb: Callable[..., Result], project: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_fails_if_the_run_does_not_fit(verb: Command, project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scripts rely on the exit code; the output stays."""
     result = verb("check", project.train_toml)
     assert result.code == 0
@@ -831,7 +743,7 @@ def test_check_fails_if_the_run_does_not_fit(
 
 
 def test_check_for_another_gpu_asks_for_its_memory_alone(
-    verb: Callable[..., Result], project: Project, monkeypatch: pytest.MonkeyPatch
+    verb: Command, project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk and the memory of this machine decide nothing about a run elsewhere."""
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Mock(free=1))
