@@ -79,14 +79,6 @@ def test_permutation_of_ten_million_needs_no_table() -> None:
     assert peak < 2_000_000, "a table of ten million would take 80 MB"
 
 
-def test_permutation_can_be_evaluated_at_single_positions() -> None:
-    positions = np.arange(1000)
-    whole = permuted(1000, 1, positions)
-    assert positions.tolist() == list(range(1000))
-    for at in (0, 1, 500, 999):
-        assert permuted(1000, 1, np.array([at]))[0] == whole[at]
-
-
 def test_permutations_of_several_sizes_and_keys_at_once() -> None:
     sizes, keys = np.array([5, 1000, 5, 77, 1]), np.array([1, 2, 3, 1, 9], dtype=np.uint64)
     positions = np.array([4, 900, 4, 5, 0])
@@ -128,14 +120,6 @@ def test_golden_values() -> None:
 # --- an epoch ----------------------------------------------------------------------------------
 
 
-def test_an_epoch_sees_each_sample_exactly_once() -> None:
-    order = build_order(0, [([Segment(96)], 8), ([Segment(40)], 4)])
-    for epoch in range(3):
-        assert sorted(samples(epoch_rows(order, epoch))) == [(0, 0, i) for i in range(96)] + [
-            (1, 0, i) for i in range(40)
-        ]
-
-
 def test_an_epoch_sees_each_sample_repeats_times_apart_from_the_stated_padding() -> None:
     order = mixed()
     for epoch in range(3):
@@ -166,14 +150,6 @@ def _without_padding(order: Order, epoch: int) -> list[Row]:
     return real
 
 
-def test_no_occurrence_and_so_no_noise_is_repeated() -> None:
-    """(sample, repeat) determines the randomness, so padding and repeats need different numbers."""
-    order = build_order(3, [([Segment(3), Segment(2, 2.5)], 16), ([Segment(7, 3.0)], 8)])
-    for epoch in range(4):
-        result = epoch_rows(order, epoch)
-        assert len(result) == len(set(result))
-
-
 def test_every_epoch_has_another_order() -> None:
     order = build_order(0, [([Segment(64)], 8)])
     epochs = [samples(epoch_rows(order, epoch)) for epoch in range(4)]
@@ -182,34 +158,7 @@ def test_every_epoch_has_another_order() -> None:
         same_place = sum(a == b for a, b in zip(epochs[one], epochs[two], strict=True))
         assert same_place < 10
     assert epochs[0] != sorted(epochs[0]), "the first epoch is shuffled too"
-
-
-def test_every_epoch_shuffles_its_segments_again() -> None:
-    """The directory of each position within the bucket changes too."""
-    order = build_order(0, [([Segment(40), Segment(20, 1.5)], 10)])
-
-    def segments(epoch: int) -> list[int]:
-        return [segment for _, segment, _, _ in _without_padding(order, epoch)]
-
-    assert segments(0) != segments(1)
-    assert sorted(segments(0)) == sorted(segments(1)) == [0] * 40 + [1] * 30
-
-
-def test_another_seed_has_another_order() -> None:
-    buckets = [([Segment(64)], 8)]
-    assert epoch_rows(build_order(0, buckets)) != epoch_rows(build_order(1, buckets))
-    assert epoch_rows(build_order(1, buckets)) == epoch_rows(build_order(1, buckets))
-
-
-def test_consecutive_steps_see_different_samples() -> None:
-    """An earlier loader restarted at each step and trained on the same global batch forever."""
-    order = build_order(0, [([Segment(1000)], 10)])
-    seen: set[tuple[int, int, int]] = set()
-    for step in range(order.steps_per_epoch):
-        batch = samples(rows(order.picks(step)))
-        assert not seen & set(batch)
-        seen |= set(batch)
-    assert len(seen) == 1000
+    assert samples(epoch_rows(build_order(1, [([Segment(64)], 8)]))) != epochs[0], "another seed"
 
 
 def test_a_batch_comes_from_one_bucket_and_buckets_are_mixed() -> None:
@@ -234,14 +183,6 @@ def test_fractional_repeats_use_other_samples_each_epoch_and_all_eventually() ->
         seen_three_times.update(index for index, count in counts.items() if count == 3)
     assert len(seen_three_times) == 40
     assert max(seen_three_times.values()) < 20  # 7.5 each on average
-
-
-def test_repeats_below_one_use_a_part() -> None:
-    order = build_order(0, [([Segment(100, 0.3)], 10)])
-    epochs = [{index for _, _, index, _ in epoch_rows(order, epoch)} for epoch in range(40)]
-    assert all(len(epoch) == 30 for epoch in epochs)
-    assert len(set.union(*epochs)) == 100
-    assert epochs[0] != epochs[1]
 
 
 @pytest.mark.parametrize(("size", "batch"), [(1, 8), (3, 8), (5, 64), (7, 8)])
@@ -302,10 +243,6 @@ def check_coverage(order: Order, result: list[Row]) -> None:
             assert max(times) <= -(-segment.repeats // 1)
 
 
-def test_there_are_enough_worlds() -> None:
-    assert len(set(SHAPES)) >= 200
-
-
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     combinations(
@@ -347,17 +284,6 @@ def test_the_slices_of_all_ranks_are_the_global_batch_in_order(ranks: int, micro
     assert all(stop - start == micro for start, stop in parts)
     for start, stop in parts:
         assert rows(order.picks(1, start, stop)) == whole[start:stop]
-
-
-def test_worlds_of_one_global_batch_see_the_same_steps() -> None:
-    order = build_order(9, [([Segment(101)], 24), ([Segment(17, 1.5)], 24)])
-    whole = [rows(order.picks(step)) for step in range(2 * order.steps_per_epoch)]
-    for world, accumulation in [(1, 1), (1, 24), (2, 3), (3, 4), (4, 6), (8, 3), (12, 2), (24, 1)]:
-        for step, expected in enumerate(whole):
-            seen: list[Row] = []
-            for rank, at in product(range(world), range(accumulation)):
-                seen += rows(order.picks(step, *rank_slice(24, rank, world, at, accumulation)))
-            assert seen == expected, (world, accumulation, step)
 
 
 def test_a_world_size_that_does_not_divide_the_batch_is_rejected() -> None:
@@ -432,15 +358,6 @@ def test_consecutive_steps_read_few_shards() -> None:
     assert len({segment for step in range(stretch) for segment in order.picks(step).segment.tolist()}) >= 2 * window
 
 
-def test_every_bucket_has_its_own_window() -> None:
-    order = build_order(2, [([Segment(20)] * 50, 10), ([Segment(7)] * 80, 5)], window=3)
-    for first in range(0, order.steps_per_epoch - 12, 5):
-        touched = {
-            (p.bucket, one) for step in range(first, first + 12) for p in [order.picks(step)] for one in p.segment
-        }
-        assert len(touched) <= 2 * (2 * 3 + 4)
-
-
 def test_windows_change_every_epoch() -> None:
     order = build_order(0, [([Segment(8)] * 40, 8)], window=4)
 
@@ -455,12 +372,6 @@ def test_samples_of_a_window_are_shuffled() -> None:
     """A batch has samples from nearly all shards of its window."""
     order = build_order(0, [([Segment(64)] * 64, 64)], window=8)
     assert all(len(set(order.picks(step).segment.tolist())) >= 6 for step in range(order.steps_per_epoch))
-
-
-def test_a_window_as_long_as_the_epoch_shuffles_everything() -> None:
-    order = build_order(0, [([Segment(50)] * 20, 100)], window=20)
-    segments = np.concatenate([order.picks(step).segment for step in range(10)])
-    assert all(len(set(part.tolist())) > 15 for part in np.split(segments, 10))
 
 
 @pytest.mark.parametrize("batch", [4, 10, 35, 100])
@@ -517,13 +428,6 @@ def test_position_agrees_with_sorting_all_batches() -> None:
         first = epoch * order.steps_per_epoch
         positions = [order.position(step)[1:] for step in range(first, first + order.steps_per_epoch)]
         assert positions == [(bucket, batch) for _, bucket, batch in sorted(timed)]
-
-
-def test_buckets_are_spread_over_the_epoch() -> None:
-    order = build_order(0, [([Segment(800)], 8), ([Segment(80)], 8)])
-    steps = [step for step in range(order.steps_per_epoch) if order.position(step)[1] == 1]
-    assert len(steps) == 10
-    assert all(11 * at - 2 <= step <= 11 * at + 12 for at, step in enumerate(steps))
 
 
 # --- small buckets -----------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +53,8 @@ def test_all_tensors_of_a_row_belong_to_one_sample(make_cache: MakeCache) -> Non
     data = make_cache(captions=2, variants=2)
     for batch in steps_of(data, order_of(data)):
         assert batch["moments"].dtype == torch.float16
+        assert batch["mask"] is None
+        assert not [name for name in batch if name.endswith(".length")]
         for row, number in enumerate(batch["sample_id"].tolist()):
             assert number_in(batch["moments"][row])[0] == number
             captions = set()
@@ -96,24 +97,6 @@ def test_an_epoch_has_each_sample_once_and_the_next_is_reshuffled(make_cache: Ma
     assert epochs[0] != sorted(epochs[0]), "shuffled at all"
 
 
-def test_consecutive_steps_see_different_samples(make_cache: MakeCache) -> None:
-    """An earlier loader restarted at each step and trained on the same batch forever."""
-    data = make_cache()
-    batches = steps_of(data, order_of(data))
-    for batch, following in pairwise(batches):
-        assert not set(batch["sample_id"].tolist()) & set(following["sample_id"].tolist())
-
-
-def test_a_batch_has_one_bucket(make_cache: MakeCache) -> None:
-    data = make_cache(sizes=(4, 6), buckets=("32x16", "16x32"))
-    order = order_of(data, batch=2)
-    first = set(range(1, 5))
-    for batch in steps_of(data, order):
-        ids = set(batch["sample_id"].tolist())
-        assert ids <= first or not ids & first
-    assert sorted(ids_of(steps_of(data, order))) == list(range(1, 11))
-
-
 @pytest.mark.parametrize(("world", "micro"), [(2, 1), (1, 2), (2, 2), (4, 1)])
 def test_ranks_and_micro_batches_are_slices_of_the_global_batch(make_cache: MakeCache, world: int, micro: int) -> None:
     data = make_cache(captions=3, variants=2)
@@ -147,32 +130,7 @@ def test_caption_and_flip_are_drawn_per_sample(make_cache: MakeCache) -> None:
     assert {key for key, _ in seen.items()} == {("caption", at) for at in range(3)} | {("flip", at) for at in range(2)}
 
 
-def test_a_samples_draws_do_not_depend_on_its_batch(make_cache: MakeCache) -> None:
-    data = make_cache(captions=3, variants=2)
-
-    def chosen(batch: int) -> dict[int, tuple[int, int]]:
-        draws = {}
-        for read in steps_of(data, order_of(data, batch)):
-            for row, number in enumerate(read["sample_id"].tolist()):
-                draws[number] = (int(read["t5"][row, 0, 1]), number_in(read["moments"][row])[1])
-        return draws
-
-    assert chosen(2) == chosen(4) == chosen(12)
-
-
-def test_the_draws_follow_the_seed(make_cache: MakeCache) -> None:
-    data = make_cache(sizes=(12,), captions=3)
-    picks = order_of(data, 12).picks(0)
-    assert not torch.equal(data.read(picks, 1)["t5"], data.read(picks, 2)["t5"])
-    assert torch.equal(data.read(picks, 1)["t5"], data.read(picks, 1)["t5"])
-
-
 # --- masks and repeats -------------------------------------------------------------------------
-
-
-def test_without_masks_the_mask_is_none(make_cache: MakeCache) -> None:
-    data = make_cache()
-    assert all(batch["mask"] is None for batch in steps_of(data, order_of(data)))
 
 
 def test_the_mask_is_flipped_with_the_image(make_cache: MakeCache) -> None:
@@ -262,13 +220,6 @@ def test_padding_is_zero_in_reused_memory(make_cache: MakeCache) -> None:
     assert all(torch.equal(clean[name], other[name]) for name in clean)
 
 
-def test_padded_caches_have_no_lengths(make_cache: MakeCache) -> None:
-    data = make_cache()
-    (batch, *_) = steps_of(data, order_of(data))
-    assert not [name for name in batch if name.endswith(".length")]
-    assert batch["t5"].shape == (4, 2, 12)
-
-
 # --- files -------------------------------------------------------------------------------------
 
 
@@ -311,29 +262,6 @@ def test_the_least_recently_used_shard_is_closed_first(make_cache: MakeCache) ->
     for segment in (0, 1, 0, 2):
         data.read(Picks(0, 0, np.array([segment]), np.array([0]), np.array([0])), SEED)
     assert list(data._open) == [files[0], files[2]]
-
-
-def test_a_shard_that_is_opened_again_is_not_hashed_again(
-    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hashed: list[str] = []
-    real = verify_module.file_sha256
-    monkeypatch.setattr(verify_module, "file_sha256", lambda path: hashed.append(path.name) or real(path))
-    data = make_cache(sizes=(4, 4, 4))
-    for epoch in range(3):
-        order = order_of(data, window=1)
-        data.max_open = 1
-        steps_of(data, order, epoch)
-    assert len(hashed) == 3
-    assert len(set(hashed)) == 3
-
-
-def test_a_damaged_shard_is_reported_when_it_is_read(make_cache: MakeCache) -> None:
-    data = make_cache()
-    path = data.store.path(data.manifest.shards[1])
-    path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
-    with pytest.raises(UserError, match=rf"shard {path} is damaged"):
-        steps_of(data, order_of(data))
 
 
 def join_prefetch(data: CachedDataset) -> None:
@@ -396,14 +324,6 @@ def test_open_files_are_not_pickled(make_cache: MakeCache) -> None:
     assert not copy._open
     after = steps_of(copy, order_of(copy))
     assert all(torch.equal(a["moments"], b["moments"]) for a, b in zip(before, after, strict=True))
-
-
-def test_the_empty_caption_is_not_a_sample(make_cache: MakeCache) -> None:
-    data = make_cache()
-    empty = data.empty_text()
-    assert all((values == 0).all() for values in empty.values())
-    assert empty["t5"].shape == (2, 12)
-    assert 0 not in ids_of(steps_of(data, order_of(data)))
 
 
 def test_the_tensors_of_a_batch_share_one_allocation(make_cache: MakeCache) -> None:
