@@ -168,37 +168,25 @@ def test_another_machine_is_not_judged_by_the_disk_and_memory_of_this_one(
     assert console.file.getvalue().splitlines()[0].endswith(": no faults"), "the GPU's memory is unknown"
 
 
-def test_prompts_that_are_cut_have_a_line(files: Any) -> None:
+def test_prompts_and_captions_that_are_cut_have_a_line(files: Any) -> None:
     for name in ("tokenizer", "tokenizer_3"):
         shutil.copytree(DEMO / name, files.folder / "sd3" / name, dirs_exist_ok=True)
     (files.sd3 / "vae/diffusion_pytorch_model.safetensors").write_bytes(header_bytes([]))
     files.image("short.png", 64, 64, caption="a star")
     sampling = '[sampling]\nevery_n_steps = 5\nprompts = ["a star", "{}"]'
-    loaded = files.load(model=PRETRAIN, tables=sampling.format("a red star " * 20))
-    lines = dict(conclude(loaded.train, check.run(loaded), Target(on_cpu=True)))
-    assert lines["prompt"].startswith("warning: the prompt 'a red star a red star")
-    assert "T5 reads 12 of its" in lines["prompt"]
-    loaded = files.load(model=PRETRAIN, tables=sampling.format("a blue star"))
-    assert "prompt" not in dict(conclude(loaded.train, check.run(loaded), Target(on_cpu=True)))
 
+    def lines(prompt: str) -> dict[str, str]:
+        loaded = files.load(model=PRETRAIN, tables=sampling.format(prompt))
+        return dict(conclude(loaded.train, check.run(loaded), Target(on_cpu=True)))
 
-def test_captions_that_are_cut_are_counted(files: Any) -> None:
-    for name in ("tokenizer", "tokenizer_3"):
-        shutil.copytree(DEMO / name, files.folder / "sd3" / name, dirs_exist_ok=True)
-    files.image("short.png", 64, 64, caption="a star")
+    assert not {"prompt", "captions train"} & lines("a blue star").keys()
     files.image("long.png", 64, 64, caption="a red star " * 20)
-    loaded = files.load(model=PRETRAIN)
-    lines = dict(conclude(loaded.train, check.run(loaded), Target(on_cpu=True)))
-    text = lines["captions train"]
-    assert text.startswith(
-        "of 2 captions 1 exceed CLIP's 16 tokens, 1 exceed t5_max_length = 12: the rest of each is cut"
-    )
-    assert "shorten them, or raise t5_max_length" in text
-    assert "tokens: 'a red star a red star" in text
-
-
-def test_captions_that_fit_have_no_line(concluded: Callable[..., dict[str, str]]) -> None:
-    assert not any(name.startswith("captions") for name in concluded(Target(on_cpu=True)))
+    cut = lines("a red star " * 20)
+    assert cut["prompt"].startswith("warning: the prompt 'a red star a red star")
+    assert "T5 reads 12 of its" in cut["prompt"]
+    assert cut["captions train"].startswith("of 2 captions 1 exceed CLIP's 16 tokens, 1 exceed t5_max_length = 12")
+    assert "shorten them, or raise t5_max_length" in cut["captions train"]
+    assert "tokens: 'a red star a red star" in cut["captions train"]
 
 
 def test_gpus_are_found_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,45 +240,30 @@ def test_it_says_what_auto_picks(concluded: Callable[..., dict[str, str]], monke
     assert picked(Target()) == "auto, by the memory of the GPUs when training starts"
 
 
-def test_the_first_line_has_parameters_and_the_position_step(concluded: Callable[..., dict[str, str]]) -> None:
-    trains = concluded(Target(None), model=f"{PRETRAIN}\nposition_step = 0.5")["trains"]
-    assert trains.endswith(f"({SIZES['demo'].num_parameters():,} parameters, position step 0.5)")
-
-
 SAMPLING = '[sampling]\nprompts = ["a star"]\nevery_n_steps = 5\nguidance = '
+DROPOUT = "enable_uncond_text_dropout = true\n"
 
 
 @pytest.mark.parametrize(
-    ("model", "tables", "is_warned"),
+    ("top", "model", "tables", "warning"),
     [
-        ("", SAMPLING + "4.0", True),
-        ("enable_uncond_text_dropout = true\nuncond_text_dropout_prob = 0.0", SAMPLING + "4.0", True),
-        ("enable_uncond_text_dropout = true", SAMPLING + "4.0", False),
-        ("", SAMPLING + "1.0", False),
-        ("", "", False),
+        ("", "", SAMPLING + "4.0", "sampling.guidance = 4 compares with a prediction without text"),
+        ("", DROPOUT + "uncond_text_dropout_prob = 0.0", SAMPLING + "4.0", "sampling.guidance = 4 compares"),
+        ("", DROPOUT, SAMPLING + "4.0", None),
+        ("", "", SAMPLING + "1.0", None),
+        ("", "", "", None),
+        ("epochs = 5\nwarmup_steps = 2", "", "", None),
+        ("max_steps = 3\nwarmup_steps = 3", "", "", "warmup_steps = 3 is not shorter than the run of 3 steps"),
     ],
 )
-def test_guidance_without_text_dropout_is_a_warning(
-    files: Any, concluded: Callable[..., dict[str, str]], model: str, tables: str, is_warned: bool
+def test_guidance_without_text_dropout_and_a_warm_up_as_long_as_the_run_are_warnings(
+    files: Any, concluded: Callable[..., dict[str, str]], top: str, model: str, tables: str, warning: str | None
 ) -> None:
     (files.sd3 / "vae/diffusion_pytorch_model.safetensors").write_bytes(header_bytes([]))
-    lines = concluded(Target(None), model=f"{PRETRAIN}\n{model}", tables=tables)
-    assert ("warning" in lines) == is_warned
-    if is_warned:
-        assert lines["warning"].startswith("sampling.guidance = 4 compares with a prediction without text")
-
-
-@pytest.mark.parametrize(
-    ("key", "is_warned"), [("epochs = 5\nwarmup_steps = 2", False), ("max_steps = 3\nwarmup_steps = 3", True)]
-)
-def test_a_warm_up_as_long_as_the_run_is_a_warning(
-    files: Any, concluded: Callable[..., dict[str, str]], key: str, is_warned: bool
-) -> None:
-    (files.sd3 / "vae/diffusion_pytorch_model.safetensors").write_bytes(header_bytes([]))
-    lines = concluded(Target(None), top=key)
-    assert ("warning" in lines) == is_warned
-    if is_warned:
-        assert lines["warning"].startswith("warmup_steps = 3 is not shorter than the run of 3 steps")
+    lines = concluded(Target(None), top=top, model=f"{PRETRAIN}\nposition_step = 0.5\n{model}", tables=tables)
+    assert lines["trains"].endswith(f"({SIZES['demo'].num_parameters():,} parameters, position step 0.5)")
+    assert ("warning" in lines) == (warning is not None)
+    assert lines.get("warning", "").startswith(warning or "")
 
 
 def test_a_line_says_whether_sampling_works_in_phases(

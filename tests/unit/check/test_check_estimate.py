@@ -19,7 +19,7 @@ from sd3_light.check.verb import RunEstimate, estimate_run
 from sd3_light.config import SIZES, ConfigFaults, LoadedConfig, UserError
 from sd3_light.core.cost import Layout, Tokens
 from sd3_light.core.registry import family_named, starting_weights
-from sd3_light.cost.amount import format_bytes, format_flops
+from sd3_light.cost.amount import format_bytes
 from sd3_light.cost.data_bytes import caption_bytes, image_bytes, resident_index_bytes
 from sd3_light.cost.training_flops import training_flops
 from sd3_light.families.sd3.cost import SD3Cost
@@ -42,28 +42,21 @@ def shown(estimate: RunEstimate) -> str:
 
 
 def test_samples_are_counted_by_bucket_and_reject(files: Any) -> None:
-    for number in range(5):
-        files.image(f"square{number}.png", 80, 80)
+    for number, side in enumerate((80, 80, 80, 80, 60, 52)):  # 60 is hardly enlarged
+        files.image(f"square{number}.png", side, side)
     files.image("wide.png", 40, 20)
     files.image("silent.png", 64, 64, caption=None)
     (files.folder / "images" / "broken.png").write_bytes(b"not an image")
     (files.folder / "images" / "broken.txt").write_text("a broken one")
     estimate = estimated(files.load(top="micro_batch_size_per_gpu = 2", dataset=BUCKETED))
-    assert estimate.data.samples == 6
+    assert estimate.data.samples == 7
     assert estimate.data.rejects.counts == {"no_caption": 1, "not_an_image": 1}
     rows = {str(row.bucket): row for row in estimate.data.rows}
     assert {name: (row.samples, row.enlarged, row.steps, row.padding) for name, row in rows.items()} == {
-        "64x64": (5, 0, 3, 1),
+        "64x64": (6, 1, 3, 0),
         "96x48": (1, 1, 1, 1),
     }
     assert estimate.data.steps == 4
-
-
-@pytest.mark.parametrize(("side", "enlarged"), [(96, 0), (90, 0), (80, 1)])
-def test_images_that_are_hardly_enlarged_do_not_count(files: Any, side: int, enlarged: int) -> None:
-    files.image("a.png", side, side)
-    (row,) = estimated(files.load(dataset=f"resolutions = [96]\n{ONE}")).data.rows
-    assert row.enlarged == enlarged
 
 
 def test_every_bucket_needs_inputs_for_its_graph(files: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,14 +111,6 @@ def test_costs_match_the_formulas(files: Any) -> None:
     assert estimate.gpu == row.gpu
 
 
-def test_eval_sets_are_counted_without_repeats(files: Any) -> None:
-    files.image("one.png", 64, 64)
-    (files.folder / "val.toml").write_text('resolutions = [64]\n[[directory]]\npath = "images"\nnum_repeats = 9\n')
-    estimate = estimated(files.load(top='eval_datasets = ["val.toml"]\ngradient_accumulation_steps = 2'))
-    (data,) = estimate.evals
-    assert (data.name, data.samples, data.steps) == ("val", 1, 1)
-
-
 def test_the_position_step_is_shown(files: Any) -> None:
     files.image("one.png", 64, 64)
     line = next(line for line in shown(estimated(files.load())).splitlines() if "position step" in line)
@@ -138,10 +123,13 @@ def test_the_position_step_is_shown(files: Any) -> None:
     assert re.search("position step +0.5 +radians between neighbouring tokens of .* in the weights", text)
 
 
-def test_run_rejects_data_without_a_usable_sample(files: Any) -> None:
+def test_run_rejects_data_without_a_usable_sample_or_bucket(files: Any) -> None:
     files.image("silent.png", 64, 64, caption=None)
     with pytest.raises(ConfigFaults, match=r"no usable sample \(1 no_caption\)"):
         check.run(files.load())
+    files.image("a.png", 64, 64)
+    with pytest.raises(ConfigFaults, match="every bucket is smaller than a global batch"):
+        check.run(files.load(top='small_buckets = "drop"\nmicro_batch_size_per_gpu = 4'))
 
 
 def test_the_screen_shows_numbers_and_formulas(files: Any) -> None:
@@ -174,24 +162,16 @@ def test_real_tokens_are_counted_as_the_longest_captions(files: Any) -> None:
     assert "at most" not in shown(padded)
 
 
-def test_numbers_are_shown_in_readable_units() -> None:
-    assert [format_bytes(count) for count in (12, 2048, 3 << 30, 5 << 40)] == ["12 B", "2 KiB", "3 GiB", "5 TiB"]
-    assert [format_flops(count) for count in (5, 2 * 10**9, 3 * 10**15)] == ["5 FLOP", "2 GFLOP", "3 PFLOP"]
-
-
-def test_dropping_every_bucket_is_a_fault(files: Any) -> None:
+def test_an_evaluation_set_is_counted_without_repeats_and_adds_its_loader(files: Any) -> None:
     files.image("a.png", 64, 64)
-    loaded = files.load(top='small_buckets = "drop"\nmicro_batch_size_per_gpu = 4')
-    with pytest.raises(ConfigFaults, match="every bucket is smaller than a global batch"):
-        check.run(loaded)
-
-
-def test_an_evaluation_set_adds_its_loader(files: Any) -> None:
-    files.image("a.png", 64, 64)
+    (files.folder / "val.toml").write_text(f"resolutions = [64]\n{ONE}num_repeats = 9\n")
     alone = estimated(files.load()).host
-    both = estimated(files.load(top='eval_datasets = ["data.toml"]\neval_every_n_steps = 5')).host
-    assert both.value > 1.5 * alone.value
-    assert "while evaluating" in both.formula
+    top = 'eval_datasets = ["val.toml"]\neval_every_n_steps = 5\ngradient_accumulation_steps = 2'
+    estimate = estimated(files.load(top=top))
+    (data,) = estimate.evals
+    assert (data.name, data.samples, data.steps) == ("val", 1, 1)
+    assert estimate.host.value > 1.5 * alone.value
+    assert "while evaluating" in estimate.host.formula
 
 
 # --- cached datasets -------------------------------------------------------------------
@@ -282,20 +262,12 @@ def test_an_impossible_launch_is_rejected(files: Any, top: str, world: int, mess
 # --- the cache in memory -----------------------------------------------------------------------
 
 
-@pytest.fixture
-def residences(files: Any) -> dict[str, RunEstimate]:
+def test_a_cache_in_memory_is_added_to_host_or_gpu_memory(files: Any) -> None:
     for number in range(6):
         files.image(f"{number}.png", 64, 64)
-    names = {
-        "stream": 'cache_residence = "stream"',
-        "host": 'cache_residence = "host"',
-        "device": 'cache_residence = "device"',
-    }
-    return {name: estimated(files.load(top=top)) for name, top in names.items()}
-
-
-def test_a_cache_in_memory_is_added_to_host_or_gpu_memory(residences: dict[str, RunEstimate]) -> None:
-    stream, host, device = residences.values()
+    stream, host, device = (
+        estimated(files.load(top=f'cache_residence = "{name}"')) for name in ("stream", "host", "device")
+    )
     cache, index = stream.data.cache.value, resident_index_bytes(6, 6)
     assert host.host.value - stream.host.value == cache + index
     assert device.host.value - stream.host.value == index
@@ -303,15 +275,7 @@ def test_a_cache_in_memory_is_added_to_host_or_gpu_memory(residences: dict[str, 
     assert host.gpu == stream.gpu
     assert f"{format_bytes(cache)} cache" in device.gpu.state.formula
     assert "MiB for the cache in memory (host)" in host.host.formula
-
-
-def test_auto_adds_nothing_to_the_memory(files: Any, residences: dict[str, RunEstimate]) -> None:
-    """The cache is in memory only if it fits beside the rest."""
-    auto = estimated(files.load())
-    assert auto.residence == "auto"
-    assert (auto.host, auto.gpu) == (residences["stream"].host, residences["stream"].gpu)
-
-
-def test_the_old_key_means_host_memory(files: Any, residences: dict[str, RunEstimate]) -> None:
+    auto = estimated(files.load())  # the cache is in memory only if it fits beside the rest
+    assert (auto.residence, auto.host, auto.gpu) == ("auto", stream.host, stream.gpu)
     old = estimated(files.load(top="sd3_streaming_dataset = false"))
-    assert (old.residence, old.host) == ("host", residences["host"].host)
+    assert (old.residence, old.host) == ("host", host.host)

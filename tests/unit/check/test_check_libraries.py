@@ -23,9 +23,6 @@ def test_prodigy_without_its_library(
     assert "`pip install 'sd3-light[prodigy]'`" in fault.hint
     assert disk_faults(files.load(tables=PRODIGY), caching=True) == [], "a cache needs no optimizer"
     assert disk_faults(files.load(tables='[optimizer]\ntype = "muon"')) == []
-
-
-def test_prodigy_with_its_library(monkeypatch: pytest.MonkeyPatch, files: Any) -> None:
     monkeypatch.setattr(disk, "find_spec", lambda name: object())
     assert disk_faults(files.load(tables=PRODIGY)) == []
 
