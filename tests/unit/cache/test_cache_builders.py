@@ -75,13 +75,6 @@ def test_any_number_of_builders_produces_the_same_shards(
     assert_valid(fresh_project)
 
 
-@pytest.mark.slow  # two runs at once are tested below too
-def test_two_runs_started_by_mistake_divide_the_work(fresh_project: Project, cached_project: Project) -> None:
-    join([start(build, fresh_project) for _ in range(2)])
-    assert shards(fresh_project) == shards(cached_project)
-    assert_valid(fresh_project)
-
-
 def test_two_runs_with_different_configs_do_not_interfere(fresh_project: Project, cached_project: Project) -> None:
     join([start(build, fresh_project), start(build, fresh_project, 0, 1, "model.t5_max_length=12")])
     assert shards(cached_project).items() < shards(fresh_project).items()

@@ -70,14 +70,6 @@ def test_prompts_are_encoded_like_captions(fresh_project: Project, text_tokens: 
                 assert torch.equal(tensor, values), name
 
 
-def test_only_the_prompts_are_added_to_a_fresh_cache(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
-    shards = {path: path.stat().st_mtime_ns for path in (project.cache / "shards").iterdir()}
-    project.build_cache(*sampling(*PROMPTS))
-    assert files(project) == names(project, *PROMPTS)
-    assert {path: path.stat().st_mtime_ns for path in (project.cache / "shards").iterdir()} == shards
-    assert "encoding 2 prompts of [sampling]" in capsys.readouterr().err
-
-
 def test_a_prompt_that_is_cut_is_named_when_it_is_encoded(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     long = "a red star " * 12
     project.build_cache(*sampling("a star", long))
@@ -116,14 +108,6 @@ def test_a_changed_prompt_is_encoded_and_the_old_one_can_be_pruned(
     assert files(project) == names(project, *PROMPTS, "three stars")
     project.build_cache(*sampling(PROMPTS[0], "three stars"), prune=True)
     assert files(project) == names(project, PROMPTS[0], "three stars")
-
-
-def test_a_changed_encoder_setting_makes_new_files(project: Project) -> None:
-    project.build_cache(*sampling(*PROMPTS))
-    before = files(project)
-    project.build_cache(*sampling(*PROMPTS), "model.t5_max_length=12", prune=True)
-    assert files(project) == names(project, *PROMPTS)
-    assert not files(project) & before
 
 
 @pytest.mark.parametrize("key", ["text_tokens", "text_encoder_3", "tokenizer"])

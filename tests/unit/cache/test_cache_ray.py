@@ -336,15 +336,6 @@ def test_workers_do_not_import_from_the_working_directory(
     assert ray.worker_path == sys.prefix
 
 
-def test_encoders_that_never_start_stop_the_run(fresh_project: Project, ray: FakeRay) -> None:
-    def fail(name: str, args: Sequence[Any]) -> None:
-        raise fake_ray.RayActorError("No module named 'sd3_light'")
-
-    ray.before = fail
-    with pytest.raises(UserError, match=r"cannot start on the Ray cluster: .*No module named.*; install the same"):
-        build(fresh_project)
-
-
 def test_ray_is_refused_under_a_launcher(fresh_project: Project, ray: FakeRay) -> None:
     with pytest.raises(UserError, match="run it without torchrun"):
         cache.run(fresh_project.load(), Launch(rank=0, local_rank=0, world=2), cache.CacheOptions(ray=""))

@@ -150,21 +150,6 @@ def test_masks_are_those_of_the_model(text_model: Path, data: Path) -> None:
     assert np.mean(found) not in (0, 1)
 
 
-def test_several_prompts_are_added(text_model: Path, data: Path) -> None:
-    prompts = ("a dog", "a large red square on a grey background")
-    options = replace(TEXT, threshold=middle(text_model, data))
-    for name, texts in (("first", prompts[:1]), ("second", prompts[1:]), ("both", prompts)):
-        mask.run(data, str(text_model), replace(options, prompts=texts), data.parent / name)
-    first, second, both = (masks_of(data.parent / name) for name in ("first", "second", "both"))
-    empty = np.zeros(1, dtype=np.uint8)
-    added = 0
-    for name in NAMES:
-        found = [masks.get(name, empty) for masks in (first, second)]
-        assert np.array_equal(both[name], np.maximum(*found))
-        added += int(not np.array_equal(both[name], found[1]))
-    assert added, "the prompts find the same, which proves nothing"
-
-
 def test_masks_that_exist_are_kept(text_model: Path, data: Path) -> None:
     options = replace(TEXT, threshold=middle(text_model, data))
     mask.run(data, str(text_model), options)

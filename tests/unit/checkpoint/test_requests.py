@@ -36,23 +36,6 @@ def make(folder: Path | None = None, minutes: float | None = None) -> RunRequest
     return RunRequests(folder, minutes)
 
 
-def test_without_a_request_nothing_happens(tmp_path: Path, clock: list[float]) -> None:
-    requests = make(tmp_path)
-    clock[0] += 5
-    assert poll(requests) == (False, False)
-    assert requests.reason is None
-
-
-def test_the_file_save_requests_one_checkpoint(tmp_path: Path, clock: list[float]) -> None:
-    requests = make(tmp_path)
-    (tmp_path / "save").touch()
-    clock[0] += 2
-    assert poll(requests) == (True, False)
-    assert not (tmp_path / "save").exists()
-    clock[0] += 2
-    assert poll(requests) == (False, False)
-
-
 def test_the_file_save_quit_saves_and_stops(tmp_path: Path, clock: list[float]) -> None:
     requests = make(tmp_path)
     (tmp_path / "save_quit").touch()
@@ -74,12 +57,18 @@ def test_a_planned_stop_saves_and_is_not_an_interruption() -> None:
     assert signalled.is_interrupted
 
 
-def test_files_are_not_checked_at_every_step(tmp_path: Path, clock: list[float]) -> None:
+def test_the_file_save_requests_one_checkpoint_and_is_not_checked_at_every_step(
+    tmp_path: Path, clock: list[float]
+) -> None:
     requests = make(tmp_path)
     (tmp_path / "save").touch()
     assert poll(requests) == (False, False)
     clock[0] += 1.5
     assert poll(requests) == (True, False)
+    assert not (tmp_path / "save").exists()
+    clock[0] += 2
+    assert poll(requests) == (False, False)
+    assert requests.reason is None
 
 
 def test_a_checkpoint_is_requested_when_the_last_one_is_old(tmp_path: Path, clock: list[float]) -> None:

@@ -58,14 +58,6 @@ def names(folder: Path) -> list[str]:
 # --- written files -----------------------------------------------------------------------------
 
 
-def test_a_checkpoint_and_its_files(tmp_path: Path) -> None:
-    folder = save(tmp_path / "run" / "checkpoints", 42, 3)
-    assert folder == tmp_path / "run" / "checkpoints" / "step-00000042"
-    assert value_of(folder) == 3
-    assert names(folder) == [INDEX, "rank-00000.safetensors"]
-    assert names(folder.parent) == [folder.name]
-
-
 def test_the_index_lists_all_ranges(tmp_path: Path, write_ranks: Writer) -> None:
     parts = [[TensorPiece("param/w", VALUES[:4], 0, (2, 8))], [TensorPiece("param/w", VALUES[4:], 4, (2, 8))]]
     content = json.loads((write_ranks(tmp_path, 1, parts, "größer") / INDEX).read_text(encoding="utf-8"))
@@ -89,14 +81,6 @@ def test_no_pickle_is_written_or_read(tmp_path: Path) -> None:
         text = Path(str(module.__file__)).read_text(encoding="utf-8")
         assert "pickle" not in text
         assert "torch.load" not in text
-
-
-def test_saving_does_not_change_live_weights(tmp_path: Path) -> None:
-    weight = torch.nn.Parameter(torch.randn(3, 3))
-    before = weight.detach().clone()
-    write_checkpoint(tmp_path, 1, {"param/a": weight}, {})
-    assert torch.equal(weight.detach(), before)
-    assert weight.requires_grad
 
 
 def test_a_replica_is_written_by_one_rank(tmp_path: Path) -> None:
@@ -213,12 +197,6 @@ def test_a_replaced_checkpoint_is_restored_if_the_rename_fails(tmp_path: Path, m
             save(tmp_path, 1, 2)
     assert names(tmp_path) == [earlier.name]
     assert value_of(earlier) == 1
-
-
-def test_a_leftover_of_an_earlier_replacement_does_not_matter(tmp_path: Path) -> None:
-    shutil.copytree(save(tmp_path, 1, 1), tmp_path / ".step-00000001.old")
-    assert value_of(save(tmp_path, 1, 2)) == 2
-    assert names(tmp_path) == ["step-00000001"]
 
 
 class Killed(BaseException):

@@ -14,11 +14,11 @@ from PIL import Image
 from sd3_light.cache.manifest_writer import sort_units
 from sd3_light.config import DirectoryConfig
 from sd3_light.data import cache_plan as module
-from sd3_light.data.cache_plan import CachePlan, Unit
+from sd3_light.data.cache_plan import CachePlan
 from sd3_light.randomness import sample_id
 from sd3_light.sources import catalogue as catalogue_module
 from sd3_light.sources import claims as claims_module
-from sd3_light.sources.buckets import Bucket, assign_all, buckets_by_resolution, fits
+from sd3_light.sources.buckets import assign_all, buckets_by_resolution
 from sd3_light.sources.catalogue import InputRow, chunks, make_sources
 from tests.unit.sources.catalogues import (
     RECIPE,
@@ -109,10 +109,6 @@ def test_units_do_not_depend_on_the_batches_they_are_written_in(
     assert [(unit, sample_names(plan, unit)) for unit in plan.units] == expected
 
 
-def test_another_cache_gets_the_same_file_names(images: Path, cache: Path) -> None:
-    assert unit_files(plan_for(cache, images)) == unit_files(plan_for(cache.with_name("other"), images))
-
-
 def test_the_path_of_the_folder_does_not_matter(images: Path, cache: Path, tmp_path: Path) -> None:
     before = plan_for(cache, images)
     (tmp_path / "moved").mkdir()
@@ -140,18 +136,6 @@ def test_crops_and_enlargements_are_counted(cache: Path, tmp_path: Path) -> None
     assert (counts.images, counts.cropped, counts.enlarged) == (3, 1, 1)
 
 
-def test_buckets_have_their_own_resolution(tmp_path: Path) -> None:
-    keys = directory(tmp_path, resolutions=[[96, 64], [64, 96], [32, 32]])
-    assignments = fits(96, 64, keys)
-    assert [(resolution, bucket) for resolution, bucket, _ in assignments] == [
-        ((96, 64), Bucket(96, 64)),
-        ((64, 96), Bucket(64, 96)),
-        ((32, 32), Bucket(32, 32)),
-    ]
-    assert [fit.cropped_fraction > 0 for _, _, fit in assignments] == [False, True, True]
-    assert [fit.enlarged for _, _, fit in assignments] == [False, True, False]
-
-
 def test_captions_include_shuffles_and_prefix(images: Path, cache: Path) -> None:
     plan = plan_for(cache, [directory(images, shuffle_tags=True, cache_shuffle_num=3, caption_prefix="photo of ")])
     members = [member for unit in plan.units for member in plan.members(unit)]
@@ -161,24 +145,6 @@ def test_captions_include_shuffles_and_prefix(images: Path, cache: Path) -> None
         tags = [sorted(caption.removeprefix("photo of ").split(", ")) for caption in member.captions]
         assert tags == [["a", "b", "c"]] * 3
     assert len({member.captions for member in members}) > 3, "samples have different shuffles"
-
-
-def test_units_are_sorted_by_source_resolution_and_bucket(tmp_path: Path) -> None:
-    """Unit numbers alone would interleave buckets in the order in which they fill."""
-
-    def unit(number: int, label: str, resolution: int, width: int) -> Unit:
-        size = (resolution, resolution)
-        return Unit(number, f"{number}", label, Bucket(width, 64), size, False, "", 1)
-
-    units = [
-        unit(0, "z#0", 64, 96),
-        unit(1, "z#0", 128, 64),
-        unit(2, "z#0", 64, 64),
-        unit(3, "z#0", 64, 96),
-        unit(4, "a#0", 64, 64),
-        unit(5, "z#0", 64, 64),
-    ]
-    assert [unit.number for unit in sort_units(units)] == [2, 5, 0, 3, 1, 4]
 
 
 # --- changes that rename units -------------------------------------------------------------------
@@ -445,13 +411,6 @@ def test_rejects_are_reported_and_the_rest_is_used(images: Path, cache: Path) ->
     assert plan.counts.images == 27
     used = [name for unit in sort_units(plan.units) for name in sample_names(plan, unit)]
     assert used == [f"{number:02}.png" for number in range(30) if f"{number:02}.png" not in expected]
-
-
-def test_a_dataset_without_samples_has_an_empty_plan(cache: Path, tmp_path: Path) -> None:
-    (tmp_path / "images").mkdir()
-    (tmp_path / "images" / "a.png").write_bytes(b"")
-    plan = plan_for(cache, tmp_path / "images")
-    assert (plan.units, plan.counts.images, plan.counts.rejected) == ([], 0, {"no_caption": 1})
 
 
 def test_fingerprints_keep_their_parts_apart() -> None:

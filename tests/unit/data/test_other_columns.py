@@ -145,27 +145,6 @@ def test_batches_have_every_column(data: CachedDataset) -> None:
     assert masked
 
 
-def test_the_empty_caption_has_every_caption_column(data: CachedDataset) -> None:
-    empty = data.empty_text()
-    assert list(empty) == ["words", "glyphs", "style"]
-    assert [tuple(value.shape) for value in empty.values()] == [(1, 6), (0, 2, 2), (2,)]
-
-
-def test_a_reader_knows_the_columns_of_its_shard(data: CachedDataset) -> None:
-    reader = data.new_reader(data.manifest.shards[0])
-    assert [column.name for column in reader.columns] == ["frames", "words", "depth", "style", "glyphs"]
-    assert {column.name: column.shape for column in reader.columns} == {
-        "frames": (4, 3, 1, 2),
-        "words": (8, 6),
-        "depth": (1, 2),
-        "style": (2,),
-        "glyphs": (4, 2, 2),
-    }
-    images = reader.images(0, 1)
-    assert {name: tuple(value.shape) for name, value in images.items()} == {"frames": (4, 3, 1, 2), "depth": (1, 2)}
-    assert images["frames"].unique().tolist() == [3.0]
-
-
 def test_the_cache_is_held_in_memory(data: CachedDataset) -> None:
     tall, wide = ResidentCache(data, torch.device("cpu")).buckets
     assert wide.images.keys() == {"frames", "depth"}
@@ -196,13 +175,6 @@ def test_slots_fit_the_largest_batch_of_columns_as_they_are(data: CachedDataset)
     assert most <= largest <= 4096 + BATCH * (image_bytes(declared).value + caption_bytes(declared).value + 128), (
         "and not much larger"
     )
-
-
-def test_every_shard_is_verified(data: CachedDataset) -> None:
-    path = data.store.path(data.manifest.shards[1])
-    path.write_bytes(path.read_bytes()[:-1] + b"\x11")
-    with pytest.raises(UserError, match="is damaged: its bytes differ"):
-        batches(data)
 
 
 def test_the_cache_is_inspected(folder: Path, tmp_path: Path) -> None:

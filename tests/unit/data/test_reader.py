@@ -50,21 +50,6 @@ def test_rows_are_what_was_written(shard: tuple[Path, ShardEntry]) -> None:
             assert images["mask"].tolist() == white, "mirrored with its image"
 
 
-def test_a_shared_caption_is_stored_once(
-    tmp_path: Path, make_content: Callable[..., ShardContent], make_shard: Callable[..., ShardEntry]
-) -> None:
-    entry = make_shard(tmp_path, "one", replace(make_content((1, 2, 3)), caption=torch.tensor([2, 0, 2])))
-    reader = ShardReader(tmp_path / SHARDS / entry.file, entry)
-    assert [int(reader.caption(row, 0)["t5"][0, 0]) for row in range(3)] == [3, 1, 3]
-
-
-def test_without_masks_there_is_no_mask(
-    tmp_path: Path, make_content: Callable[..., ShardContent], make_shard: Callable[..., ShardEntry]
-) -> None:
-    entry = make_shard(tmp_path, "one", make_content((1,)))
-    assert ShardReader(tmp_path / SHARDS / entry.file, entry).images(0, 0).keys() == {"moments"}
-
-
 def test_a_closed_reader_leaves_no_file_open(shard: tuple[Path, ShardEntry]) -> None:
     def is_open() -> bool:
         names = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
@@ -81,11 +66,6 @@ def test_a_file_truncated_after_opening_is_an_error(shard: tuple[Path, ShardEntr
     os.truncate(shard[0], reader.locate(3, 0, 0).fixed[0] + 8)
     with pytest.raises(UserError, match="is truncated"):
         reader.images(3, 0)
-
-
-def test_a_missing_file_raises_file_not_found(tmp_path: Path, shard: tuple[Path, ShardEntry]) -> None:
-    with pytest.raises(FileNotFoundError):
-        ShardReader(tmp_path / "nowhere.safetensors", shard[1])
 
 
 # --- files that are not shards of this cache ---------------------------------------------------
@@ -165,15 +145,6 @@ def without(path: Path, *names: str) -> dict[str, Any]:
     """Return the declared columns of a shard but some."""
     columns = json.loads(header_of(path.read_bytes())[0]["__metadata__"]["shard"])["columns"]
     return {name: about for name, about in columns.items() if name not in names}
-
-
-def test_the_size_of_images_differs_between_buckets(shard: tuple[Path, ShardEntry]) -> None:
-    path, entry = shard
-    expected = ShardReader(path, entry).columns
-    size = rewritten(path, lambda t: t.update(moments=t["moments"].mT, mask=t["mask"].mT))
-    ShardReader(path, replace(entry, bytes=size)).require(expected, same_bucket=False)
-    with pytest.raises(UserError, match="expected moments"):
-        ShardReader(path, replace(entry, bytes=size)).require(expected)
 
 
 @pytest.mark.parametrize(

@@ -78,14 +78,6 @@ def test_a_cache_in_memory_takes_the_bytes_of_its_shards(make_cache: MakeCache) 
     assert 0.6 * resident_index_bytes(80, 160) < index <= resident_index_bytes(80, 160)
 
 
-def test_the_files_are_not_needed_any_more(make_cache: MakeCache) -> None:
-    data = make_cache()
-    cache = ResidentCache(data, CPU)
-    for entry in data.manifest.shards:
-        data.store.path(entry).unlink()
-    assert cache.buckets[0].images["moments"][:, 0, 0, 0].tolist() == [10.0 * number for number in range(1, 13)]
-
-
 def test_picks_are_a_ranks_share_of_each_step(make_cache: MakeCache) -> None:
     data = make_cache()
     order = data.order(0, {"toy#0": 1.0}, lambda resolution: 4)
@@ -117,14 +109,6 @@ def test_a_cache_larger_than_the_gpu_is_rejected(make_cache: MakeCache, monkeypa
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * 10**9, 16 * 10**9))
     with pytest.raises(UserError, match=r"takes 8.0 GB and 10.0 GB of GPU memory are free.*cache_residence = \"host\""):
         ResidentCache(data, torch.device("cuda"))
-
-
-def test_a_damaged_shard_is_not_read_into_memory(make_cache: MakeCache) -> None:
-    data = make_cache()
-    path = data.store.path(data.manifest.shards[1])
-    path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
-    with pytest.raises(UserError, match="is damaged"):
-        ResidentCache(data, CPU)
 
 
 def test_samples_may_share_captions(

@@ -149,8 +149,3 @@ def test_only_some_shards_of_a_large_cache_are_measured(data: CachedDataset, mon
     """Opening a million files would take longer than pinning again now and then."""
     monkeypatch.setattr("sd3_light.data.slot_size.MAX_SURVEYED", 2)
     assert largest_batch_bytes(data, [BATCH], PREPARED) < 0.9 * prepared_batch(LONGEST)
-
-
-def test_the_size_is_unknown_at_a_url(data: CachedDataset) -> None:
-    data.store = object()  # type: ignore[assignment]
-    assert largest_batch_bytes(data, [BATCH], PREPARED) == 0

@@ -17,7 +17,6 @@ from sd3_light.config.faults import UserError
 from sd3_light.data import verify as verify_module
 from sd3_light.data.manifest import Manifest, ShardEntry
 from sd3_light.data.order import Order, Picks
-from sd3_light.data.shard_table import group_shards
 from sd3_light.data.shards import ShardContent
 from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import CachedDataset, MicroBatches, weighted_caption
@@ -306,16 +305,6 @@ def test_windows_are_prefetched_once_and_in_the_order_in_which_they_are_read(
     assert calls == [order.segments_in(window).tolist() for window in each]
 
 
-def test_prefetch_step_hashes_the_shards_of_a_step(make_cache: MakeCache) -> None:
-    data = make_cache(sizes=(4,) * 6)
-    order = order_of(data, window=2)
-    MicroBatches(data, order, 0, 1, 1).prefetch_step(0)
-    join_prefetch(data)
-    verified = {number for number, entry in enumerate(data.buckets[0].shards) if entry.file in data._verifier._verified}
-    assert set(order.picks(0).segment.tolist()) <= verified
-    assert len(verified) <= 3
-
-
 def test_open_files_are_not_pickled(make_cache: MakeCache) -> None:
     data = make_cache()
     before = steps_of(data, order_of(data))
@@ -339,16 +328,6 @@ def test_the_tensors_of_a_batch_share_one_allocation(make_cache: MakeCache) -> N
     tensors = {name: tensor for name, tensor in batch.items() if name not in ("epoch", "repeat")}
     assert {tensor.untyped_storage().data_ptr() for tensor in tensors.values()} == {memory.data_ptr()}
     assert all((tensor.data_ptr() - memory.data_ptr()) % 64 == 0 for tensor in tensors.values())
-
-
-def test_the_order_of_manifest_entries_does_not_matter(make_cache: MakeCache) -> None:
-    data = make_cache(sizes=(3, 4, 5), buckets=("32x16", "16x32", "32x16"), directories=("b#0", "a#0", "a#0"))
-    shards = data.manifest.shards
-    assert group_shards(shards) == group_shards(shards[::-1])
-    assert [(b.bucket, b.size, [s.count for s in b.shards]) for b in group_shards(shards)] == [
-        ("16x32", 4, [4]),
-        ("32x16", 8, [5, 3]),
-    ]
 
 
 # --- shards that change during a run -------------------------------------------------------------

@@ -69,13 +69,6 @@ def run(work: Callable[[], Any], count: int = 1) -> list[int | None]:
     return [process.exitcode for process in processes]
 
 
-def test_a_shard_is_hashed_once_per_process(folder: Path, log: Callable[[], Counter[str]]) -> None:
-    once = verifier(folder)
-    for _ in range(3):
-        once.require(shard_files(folder))
-    assert sorted(log().values()) == [1, 1, 1]
-
-
 def test_processes_of_one_launch_share_the_work(folder: Path, log: Callable[[], Counter[str]]) -> None:
     assert run(lambda: verifier(folder, launched=True).require(shard_files(folder)), 4) == [0] * 4
     assert sorted(log().values()) == [1, 1, 1]
@@ -88,12 +81,6 @@ def test_workers_share_the_markers_of_their_rank(folder: Path, log: Callable[[],
     rank.require(shard_files(folder))
     pickle.loads(pickle.dumps(rank)).require(shard_files(folder))
     assert sorted(log().values()) == [1, 1, 1]
-
-
-def test_the_next_launch_verifies_again(folder: Path, log: Callable[[], Counter[str]]) -> None:
-    for _ in range(2):  # two plain runs from one shell, which is the parent of both
-        assert run(lambda: verifier(folder).require(shard_files(folder))) == [0]
-    assert sorted(log().values()) == [2, 2, 2]
 
 
 def test_a_copy_of_the_cache_is_verified_separately(folder: Path, log: Callable[[], Counter[str]]) -> None:
@@ -197,16 +184,3 @@ def test_a_truncated_shard_is_damaged_and_a_read_only_folder_is_left_unchanged(
     with pytest.raises(UserError, match="is damaged"):
         verifier(folder).require(shard_files(folder))
     assert not list(path.parent.glob("*.damaged"))
-
-
-def test_prefetch_hashes_once_and_never_raises(folder: Path, log: Callable[[], Counter[str]]) -> None:
-    good, bad = shard_files(folder)[:2]
-    bad[1].write_bytes(b"\0" * bad[0].bytes)
-    own = verifier(folder)
-    for _ in range(2):
-        own.prefetch(good)
-    own.prefetch(bad)
-    assert is_verified(own, good[0])
-    assert not is_verified(own, bad[0])
-    own.require([good])
-    assert log()[good[1].name] == 1

@@ -21,7 +21,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sd3_light.config import SIZES, ModelConfig
-from sd3_light.config.faults import UserError
 from sd3_light.core.registry import family_named
 from sd3_light.export import diffusers_folder, proof_process
 from sd3_light.export import diffusers_folder as folder_module
@@ -181,22 +180,17 @@ def test_the_copy_is_cast_and_the_live_weights_are_untouched(demo_parts: Path, s
     for name, tensor in state.items():
         assert tensor.dtype == torch.float32
         assert torch.equal(tensor, before[name])
+    uncast = checked_copy(state, spec(demo_parts, save_dtype=torch.float32))
+    assert uncast[WEIGHT].data_ptr() != state[WEIGHT].data_ptr()
 
 
-def test_weights_are_copied_even_without_a_cast(demo_parts: Path, state: State) -> None:
-    copy = checked_copy(state, spec(demo_parts, save_dtype=torch.float32))
-    copy[WEIGHT].zero_()
-    assert state[WEIGHT].abs().sum() > 0
-
-
-def test_a_float16_export_leaves_the_live_weights_alone(exported: Path, trained: State) -> None:
+def test_a_float16_export_has_every_weight(exported: Path, trained: State) -> None:
     saved = load_file(exported / FILE)
     assert set(saved) == set(trained), "buffers included"
     assert all(tensor.dtype == torch.float16 for tensor in saved.values())
     assert all(torch.equal(saved[name], trained[name].half()) for name in trained)
-    assert all(tensor.dtype == torch.float32 for tensor in trained.values())
     fresh = live_weights()
-    assert all(torch.equal(trained[name], fresh[name]) for name in trained)
+    assert all(torch.equal(trained[name], fresh[name]) for name in trained), "the live ones are unchanged"
 
 
 def test_the_weights_have_the_permissions_of_any_new_file(exported: Path) -> None:
@@ -213,16 +207,6 @@ def test_the_proof_is_recorded(exported: Path, trained: State) -> None:
     assert proof["diffusers"].startswith("0.")
     assert {"torch", "transformers", "safetensors", "seconds", "output_sha256", "picture_sha256"} <= set(proof)
     assert proof["weights_sha256"] == digest({name: tensor.half() for name, tensor in trained.items()})
-
-
-def test_stock_diffusers_loads_it(exported: Path, trained: State) -> None:
-    from diffusers import StableDiffusion3Pipeline
-
-    pipe = StableDiffusion3Pipeline.from_pretrained(exported, dtype=torch.float32, local_files_only=True)
-    loaded = pipe.transformer.state_dict()
-    assert all(torch.equal(loaded[name], trained[name].half().float()) for name in trained)
-    assert pipe.transformer.config.num_layers == 2
-    assert pipe.scheduler.config.shift == 3.0
 
 
 def test_frozen_parts_are_linked_not_copied(exported: Path, demo_parts: Path) -> None:
@@ -330,11 +314,6 @@ def test_a_large_denoiser_is_split_into_files(tmp_path: Path, demo_parts: Path, 
     files = sorted(path.name for path in (out / "transformer").glob("*.safetensors"))
     assert len(files) > 1
     assert sum(len(load_file(out / "transformer" / name)) for name in files) == len(state)
-
-
-def test_a_folder_that_is_not_a_diffusers_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"is not a diffusers folder"):
-        open_pipeline(tmp_path, torch.device("cpu"))
 
 
 # --- the proof ---------------------------------------------------------------------------------

@@ -84,17 +84,6 @@ def test_every_kind_keeps_the_values_of_its_recipe(name: str) -> None:
     assert (data["resolutions"], data["directory"]) == ([256], [{"path": "images", **references}])
 
 
-def test_a_recipe_keeps_its_keys_and_comments(tmp_path: Path, images: str) -> None:
-    project = new.run("lora", images, str(DEMO), tmp_path)
-    text = project.train_toml.read_text(encoding="utf-8")
-    recipe = tomllib.loads((RECIPES / "lora.toml").read_text(encoding="utf-8"))
-    ours = tomllib.loads(text)
-    assert {key for key in recipe if key not in ours} == set()
-    assert (ours["adapter"], ours["optimizer"]) == (recipe["adapter"], recipe["optimizer"])
-    assert '# or "lokr", "loha"' in text
-    assert "8 GPUs" not in text
-
-
 @pytest.mark.parametrize(
     ("kind", "scheduler", "shift"), [("lora", 1.0, 1.0), ("finetune", 1.5, 1.5), ("icons", 2.0, 3.0)]
 )
@@ -152,13 +141,6 @@ def test_few_images_are_not_repeated_for_10000_steps(tmp_path: Path, images: str
     assert project.time == lines["time"], "the estimate of check"
     time = new.run("icons", images, str(DEMO), tmp_path / "unknown", gpus=gpu(24)).time
     assert "10% to 50% of the peaks of GPUs with this memory, A10G to 4090" in time
-
-
-def test_the_help_says_that_icons_need_a_model() -> None:
-    output = CliRunner().invoke(app, ["new", "--help"], env={"COLUMNS": "200"}).output
-    assert "icons needs one: the folder of sd3-light parts" in re.sub(r"[\s│`]+", " ", output)
-    header = (RECIPES / "icons_128.toml").read_text(encoding="utf-8").partition("\noutput_dir")[0]
-    assert "sd3-light new icons --data FOLDER --model" in header
 
 
 def test_unequal_gpus_are_planned_by_the_smallest(tmp_path: Path, images: str) -> None:
@@ -368,22 +350,18 @@ def test_missing_arguments_are_named(arguments: list[str], problem: str, capfd: 
     assert problem in capfd.readouterr().err
 
 
-def test_a_terminal_is_asked(tmp_path: Path, images: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sd3_light.cli.new_verb.is_terminal", lambda: True)
-    result = CliRunner().invoke(app, ["new", "--out", str(tmp_path)], input=f"icons\n{images}\n{DEMO}\n")
-    assert result.exit_code == 0, result.output
-    assert "What do you want to train? [lora]" in result.output
-    assert "from about 20 images" in result.output
-    assert (tmp_path / "icons.toml").is_file()
-
-
-def test_a_wrong_answer_is_asked_again(tmp_path: Path, images: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_is_asked_and_a_wrong_answer_asked_again(
+    tmp_path: Path, images: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sd3_light.cli.new_verb.is_terminal", lambda: True)
     answers = ("icon", "icons", "nowhere", images, str(DEMO))
     result = CliRunner().invoke(app, ["new", "--out", str(tmp_path)], input="\n".join(answers) + "\n")
     assert result.exit_code == 0, result.output
+    assert "What do you want to train? [lora]" in result.output
+    assert "from about 20 images" in result.output
     assert "unknown kind 'icon'; the kinds are lora, edit, finetune, reward, pretrain, icons, distill" in result.output
     assert "no such file or folder: nowhere" in result.output
+    assert (tmp_path / "icons.toml").is_file()
 
 
 @pytest.mark.parametrize(("limit", "has_graphs"), [(1e3, False), (1e15, True)])
@@ -395,13 +373,6 @@ def test_graphs_count_where_training_uses_them(
     estimate = check.run(check.load(project.train_toml))
     assert ("graphs" in estimate.gpu.step.formula) == has_graphs
     assert estimate.gpu.total == project.plan.needed
-
-
-def test_no_project_names_the_place_of_its_cache(tmp_path: Path, images: str) -> None:
-    """`auto` chooses it where the run trains."""
-    for name, gpus in (("gpu", gpu(24)), ("cpu", ())):
-        project = new.run("icons", images, str(DEMO), tmp_path / name, gpus=gpus)
-        assert "cache_residence" not in tomllib.loads(project.train_toml.read_text(encoding="utf-8"))
 
 
 # --- what a practitioner would write -------------------------------------------------------------

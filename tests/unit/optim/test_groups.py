@@ -85,18 +85,6 @@ def test_layers_without_blocks_decay_unless_they_are_embeddings() -> None:
     assert not any(kinds.is_block_matrix(weight) for weight in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("part", "decaying"),
-    [("to_q.weight", True), ("to_out.0.weight", True), ("to_q.bias", False), ("norm_q.weight", False)],
-)
-def test_the_second_attention_of_sd35_is_treated_like_the_first(part: str, decaying: bool) -> None:
-    denoiser = denoiser_of("sd3.5_medium")
-    named, kinds = dict(denoiser.named_parameters()), WeightKinds(denoiser)
-    for attention in ("attn", "attn2"):
-        weight = named[f"transformer_blocks.12.{attention}.{part}"]
-        assert kinds.decays(weight) == kinds.is_block_matrix(weight) == decaying
-
-
 MODULATIONS = {
     "tiny2": {"norm1.linear": {6}, "norm1_context.linear": {6, 2}},
     "sd3.5_medium": {"norm1.linear": {9, 6}, "norm1_context.linear": {6, 2}},

@@ -23,22 +23,17 @@ from sd3_light.sources.preprocess import REASONS, Reject, decode, decode_mask, f
 from sd3_light.sources.records import Record, Rejected
 from sd3_light.sources.scan import scan
 from tests.unit.sources.inputs import (
-    BLACK,
     BLUE,
     RED,
     WHITE,
-    animated,
-    as_srgb,
     directory,
     exif,
     halves,
     noise,
-    palette,
     png,
     png_header,
     save,
     scrambled_png,
-    wide_gamut,
     write_files,
     write_tar,
 )
@@ -47,8 +42,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::PIL.Imag
 
 MB = 1 << 20
 PAGE = "<!DOCTYPE html><title>404 Not Found</title>"
-GREY_16 = Image.fromarray(np.full((16, 16), 257 * 100, dtype=np.uint16))
-WIDE_COLOUR = (100, 180, 90)
 
 
 @dataclass(frozen=True)
@@ -175,12 +168,14 @@ CASES: dict[str, Case] = {
     "a GIF cut short": image(save(noise("L"), "GIF")[:-1500], "truncated", "a.gif"),
     "a WebP cut short": image(save(noise(), "WEBP")[:-500], "truncated|broken_image|not_an_image", "a.webp"),
     "a PNG of a few bytes": image(save(noise(), "PNG")[:20], "truncated", "a.png"),
+    "a JPEG of a few bytes": image(save(noise(), "JPEG")[:30], "truncated"),
     "a PNG scrambled in the middle": image(scrambled_png(), "broken_image", "a.png"),
     "an empty file": image(b"", "empty_file"),
     "a web page": image(PAGE.encode(), "not_an_image"),
     "zeros": image(bytes(5000), "not_an_image"),
     "EPS by another name": image(save(halves(), "EPS"), "not_an_image"),
     "a decompression bomb": image(png_header(20_000, 20_000), "too_large", "a.png"),
+    "a bomb just past the limit": image(png_header(178_000, 1_001), "too_large", "a.png"),
     "a sparse file of 1 TB": Case(
         {"a.png": "file_too_large"}, {"a.png": png(), "a.txt": "a caption"}, then=sparse("a.png")
     ),
@@ -223,32 +218,16 @@ CASES: dict[str, Case] = {
     "a name that is not UTF-8": image(png(), "name_not_utf8", os.fsdecode(b"caf\xe9.png")),
     # --- unusual images that are used
     "a PNG named .jpg": image(save(halves(), "PNG"), Used(RED, BLUE)),
-    "a JPEG named .png": image(save(halves(), "JPEG", quality=95), Used(RED, BLUE), "a.png"),
     "a suffix in capitals": image(save(halves(), "PNG"), Used(RED, BLUE), "a.PNG"),
-    "CMYK": image(save(halves("CMYK", (0, 255, 255, 0), (255, 255, 0, 0)), "JPEG", quality=95), Used(RED, BLUE)),
-    "16 bits": image(save(GREY_16, "PNG"), Used((100,) * 3, (100,) * 3), "a.png"),
-    "grey": image(save(halves("L", 0, 255), "PNG"), Used(BLACK, WHITE), "a.png"),
-    "one bit": image(save(halves("1", 0, 1), "PNG"), Used(BLACK, WHITE), "a.png"),
-    "a palette with a transparent colour": image(palette(1), Used(RED, WHITE), "a.png"),
-    "alpha": image(save(halves("RGBA", (*RED, 255), (*BLACK, 0)), "PNG"), Used(RED, WHITE), "a.png"),
-    "an animated GIF": image(animated("GIF"), Used(RED, BLUE), "a.gif"),
-    "an animated WebP": image(animated("WEBP", lossless=True), Used(RED, BLUE), "a.webp"),
-    "upside down by EXIF": image(save(halves(), "JPEG", quality=95, exif=exif(3)), Used(BLUE, RED)),
     "on its side by EXIF": image(save(halves(size=(32, 32)), "JPEG", quality=95, exif=exif(6)), Used(RED, RED)),
-    "broken EXIF": image(save(halves(), "JPEG", quality=95, exif=exif(77)), Used(RED, BLUE)),
-    "a wide-gamut profile": image(
-        save(Image.new("RGB", (16, 16), WIDE_COLOUR), "PNG", icc_profile=wide_gamut()),
-        Used(tuple(as_srgb(WIDE_COLOUR)), tuple(as_srgb(WIDE_COLOUR))),
-        "a.png",
-    ),
-    "a broken profile": image(save(halves(), "PNG", icc_profile=b"no profile"), Used(RED, BLUE), "a.png"),
     "one pixel": image(save(Image.new("RGB", (1, 1), RED), "PNG"), Used(RED, RED), "a.png"),
-    "a strip": image(save(halves(size=(9000, 2)), "PNG"), Used(RED, BLUE), "a.png"),
     # --- captions
     "no caption": Case({"a.png": "no_caption"}, {"a.png": png()}),
     "an empty caption, kept": caption("", ("",)),
     "an empty caption, unwanted": Case(
-        {"a.png": "empty_caption"}, {"a.png": png(), "a.txt": " \n"}, {"skip_empty_caption": True}
+        {"a.png": "empty_caption", "b.png": Used(captions=("photo: b",))},
+        {"a.png": png(), "a.txt": " \n", "b.png": png(), "b.txt": "b"},
+        {"skip_empty_caption": True, "caption_prefix": "photo: "},
     ),
     "latin-1": caption("café".encode("latin-1"), "caption_not_utf8"),
     "UTF-16": caption("a caption".encode("utf-16"), "caption_not_utf8"),
@@ -296,6 +275,7 @@ CASES: dict[str, Case] = {
     # --- tars
     "a tar cut short": Case({"x.tar/0.png": Used(), "x.tar/1": "missing_file", "x.tar": "broken_tar"}, then=cut_tar),
     "a tar that is none": Case({"x.tar": "broken_tar"}, {"x.tar": PAGE}),
+    "a compressed tar": Case({"x.tar.gz": "unsupported_format"}, {"x.tar.gz": b"\x1f\x8b"}),
     "a member of 2^62 bytes": Case(
         {"x.tar/a.png": Used(), "x.tar/b.png": "file_too_large", "x.tar": "broken_tar"}, then=declaring(1 << 62)
     ),

@@ -73,14 +73,6 @@ def test_extreme_ratios_still_give_a_bucket() -> None:
     assert ratio_buckets(16, ar_buckets=[100.0, 0.01]) == (Bucket(16, 160), Bucket(160, 16))
 
 
-def test_assign_chooses_the_nearest_ratio() -> None:
-    buckets = (Bucket(48, 96), Bucket(64, 64), Bucket(96, 48))
-    assert assign(1000, 1000, buckets) == Bucket(64, 64)
-    assert assign(1300, 1000, buckets) == Bucket(64, 64)
-    assert assign(1500, 1000, buckets) == Bucket(96, 48)
-    assert assign(1, 9999, buckets) == Bucket(48, 96)
-
-
 def test_assign_prefers_the_largest_bucket_without_upscaling() -> None:
     buckets = (Bucket(32, 32), Bucket(64, 64), Bucket(128, 128))
     assert assign(100, 100, buckets) == Bucket(64, 64)

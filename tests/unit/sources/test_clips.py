@@ -140,15 +140,6 @@ def test_damage_behind_the_first_frame_is_a_reject(tmp_path: Path, cache: Path) 
     assert (result.pixels, result.reason) == (None, "broken_video")
 
 
-def test_a_video_that_changes_is_noticed(clips: Path, cache: Path) -> None:
-    plan = plan_for(cache, [directory(clips, frames=[5])])
-    unit = next(unit for unit in plan.units if unit.bucket.frames == 5)
-    task = decode_task(plan.members(unit)[0], clips)
-    (clips / "a.mp4").write_bytes(encode(numbered(21, (64, 32)), 16))
-    (result,) = decode_images([task])
-    assert result.reason == "changed_meanwhile"
-
-
 def test_the_mask_of_a_clip(clips: Path, cache: Path, tmp_path: Path) -> None:
     masks = tmp_path / "masks"
     masks.mkdir()

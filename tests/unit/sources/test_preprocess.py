@@ -8,7 +8,7 @@ import pytest
 from PIL import Image, ImageCms
 
 from sd3_light.sources.buckets import Bucket, plan
-from sd3_light.sources.preprocess import REASONS, Reject, decode, decode_mask, fit, fit_mask, probe
+from sd3_light.sources.preprocess import Reject, decode, decode_mask, fit, fit_mask, probe
 from tests.unit.sources.inputs import (
     BLACK,
     BLUE,
@@ -23,9 +23,7 @@ from tests.unit.sources.inputs import (
     linear_grey,
     noise,
     palette,
-    png_header,
     save,
-    scrambled_png,
     wide_gamut,
 )
 
@@ -94,26 +92,6 @@ GOOD: dict[str, tuple[Callable[[], bytes], tuple[int, int], Any, Any]] = {
     "very wide": (lambda: save(halves(size=(9000, 2)), "PNG"), (9000, 2), RED, BLUE),
 }
 
-TEXT = b"<!DOCTYPE html><title>404 Not Found</title>"
-BAD: dict[str, tuple[Callable[[], bytes], set[str]]] = {
-    "no bytes": (lambda: b"", {"empty_file"}),
-    "a web page": (lambda: TEXT, {"not_an_image"}),
-    "zeros": (lambda: bytes(4096), {"not_an_image"}),
-    "EPS, which would run Ghostscript": (lambda: save(halves(), "EPS"), {"not_an_image"}),
-    "half a JPEG": (lambda: save(noise(), "JPEG")[:-1500], {"truncated"}),
-    "half a PNG": (lambda: save(noise(), "PNG")[:-3000], {"truncated"}),
-    "half a WebP": (lambda: save(noise(), "WEBP")[:-500], {"truncated", "broken_image", "not_an_image"}),
-    "half a GIF": (lambda: save(noise("L"), "GIF")[:-1500], {"truncated"}),
-    "a PNG's first bytes": (lambda: save(noise(), "PNG")[:20], {"truncated"}),
-    "a JPEG's first bytes": (lambda: save(noise(), "JPEG")[:30], {"truncated"}),
-    "a scrambled PNG": (lambda: scrambled_png(), {"broken_image"}),
-    "floats": (lambda: save(Image.new("F", (4, 4), 0.5), "TIFF"), {"unsupported_mode"}),
-    "32-bit integers": (lambda: save(Image.new("I", (4, 4), 1 << 20), "TIFF"), {"unsupported_mode"}),
-    "LAB": (lambda: save(Image.new("LAB", (4, 4)), "TIFF"), {"unsupported_mode"}),
-    "a bomb": (lambda: png_header(20_000, 20_000), {"too_large"}),
-    "a bomb just past the limit": (lambda: png_header(178_000, 1_001), {"too_large"}),
-}
-
 
 def test_16_bit_grey_is_rounded() -> None:
     values = np.array([[257 * 100 + 128, 257 * 100 + 129, 257 * 100 - 128, 257 * 100 - 129]], dtype=np.uint16)
@@ -131,21 +109,6 @@ def test_every_kind_of_image_becomes_upright_srgb(kind: str) -> None:
     pixels = np.asarray(image).astype(int)
     assert abs(pixels[0, 0] - left).max() <= 6
     assert abs(pixels[0, -1] - right).max() <= 6
-
-
-@pytest.mark.parametrize("kind", BAD)
-def test_every_kind_of_error_has_its_reason(kind: str) -> None:
-    make, reasons = BAD[kind]
-    with pytest.raises(Reject) as caught:
-        decode(make())
-    assert caught.value.reason in reasons
-    assert reasons <= set(REASONS)
-
-
-def test_probe_rejects_bad_headers() -> None:
-    for data, reason in ((b"", "empty_file"), (TEXT, "not_an_image"), (png_header(20_000, 20_000), "too_large")):
-        with pytest.raises(Reject, match=reason):
-            probe(data)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM"])
@@ -207,11 +170,6 @@ def test_fit_is_resize_then_crop() -> None:
         assert abs(pixels.astype(int) - expected).max() <= 1
 
 
-def test_fit_does_not_change_an_image_of_the_right_size() -> None:
-    image = noise(size=(64, 48))
-    assert np.array_equal(fit(image, plan(64, 48, Bucket(64, 48))), np.asarray(image))
-
-
 def test_fit_of_extreme_shapes_takes_the_middle() -> None:
     for size in ((1, 1), (1, 70_001), (200_001, 1), (3_000_001, 3)):
         image = Image.new("RGB", size, RED)
@@ -247,12 +205,3 @@ def test_masks_are_averaged_by_area_and_cropped_like_the_image() -> None:
     weights = fit_mask(decode_mask(save(Image.fromarray(mask), "PNG")), plan(128, 64, Bucket(64, 64)))
     assert weights[:, 0].tolist() == [128] * 8
     assert not weights[:, 1:].any()
-
-
-def test_an_empty_mask_is_rejected() -> None:
-    with pytest.raises(Reject, match="empty_mask"):
-        fit_mask(Image.new("L", (64, 64)), plan(64, 64, Bucket(64, 64)))
-    outside = halves("L", 255, 0, size=(640, 64))
-    outside.paste(0, (64, 0, 640, 64))
-    with pytest.raises(Reject, match="empty_mask"):
-        fit_mask(outside, plan(640, 64, Bucket(64, 64)))

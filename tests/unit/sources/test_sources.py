@@ -1,7 +1,5 @@
 import inspect
-import json
 import os
-import pickle
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,7 +11,6 @@ import pytest
 from sd3_light.config.faults import UserError
 from sd3_light.randomness import sample_id
 from sd3_light.sources.captions import caption_variants
-from sd3_light.sources.preprocess import Reject
 from sd3_light.sources.records import Record, Rejected
 from sd3_light.sources.scan import occurrences, scan
 from sd3_light.sources.signature import signature
@@ -55,46 +52,6 @@ def test_folders_are_walked_in_sorted_order(tmp_path: Path) -> None:
     assert [item.image.read() for item in items if isinstance(item, Record)] == [png(n) for n in (2, 1, 4, 3)]
 
 
-def test_problems_in_a_folder_are_rejected_and_the_scan_continues(tmp_path: Path) -> None:
-    root = write_files(
-        tmp_path / "set",
-        {
-            "good.jpg": png(),
-            "good.txt": "good",
-            "latin.jpg": png(),
-            "latin.txt": "café".encode("latin-1"),
-            "lonely.jpg": png(),
-            "orphan.txt": "no image",
-            "photo.heic": b"heic",
-            "photo.txt": "a phone's photo",
-            "huge.jpg": png(),
-            "huge.txt": "x" * (1 << 20) + "y",
-            "set.tar.gz": b"\x1f\x8b",
-        },
-    )
-    (root / "loop").symlink_to(root)
-    items = scan_items(root)
-    assert captions(items) == {"good.jpg": ("good",)}
-    assert rejects(items) == {
-        "latin.jpg": "caption_not_utf8",
-        "lonely.jpg": "no_caption",
-        "orphan.txt": "missing_file",
-        "photo.heic": "unsupported_format",
-        "huge.jpg": "caption_too_long",
-        "set.tar.gz": "unsupported_format",
-        "loop": "folder_loop",
-    }
-
-
-def test_a_name_that_is_not_utf8_is_rejected_printably(tmp_path: Path) -> None:
-    name = os.fsdecode(b"caf\xe9.jpg")
-    (tmp_path / name).write_bytes(png())
-    (item,) = scan_items(tmp_path)
-    assert isinstance(item, Rejected)
-    assert item.reason == "name_not_utf8"
-    assert item.key.encode().endswith(rb"caf\udce9.jpg")
-
-
 def test_details_of_rejects_are_valid_utf8(tmp_path: Path) -> None:
     folder = tmp_path / os.fsdecode(b"caf\xe9")
     folder.mkdir()
@@ -125,31 +82,6 @@ def test_folders_can_be_deeper_than_the_stack(tmp_path: Path) -> None:
     assert signed == signature(directory(tmp_path), 0)
 
 
-def test_a_folder_with_a_link_loop_is_scanned(tmp_path: Path) -> None:
-    root = write_files(tmp_path, {"a.jpg": png(), "a.txt": "a", "loop.txt": "loop"})
-    (root / "loop.jpg").symlink_to(root / "loop.jpg")
-    (item, broken) = scan_items(root)
-    assert isinstance(item, Record)
-    assert isinstance(broken, Record)
-    with pytest.raises(Reject, match="unreadable"):
-        broken.image.read()
-
-
-def test_an_image_that_vanishes_is_rejected_when_read(tmp_path: Path) -> None:
-    root = write_files(tmp_path, {"a.jpg": png(), "a.txt": "a"})
-    (item,) = scan_items(root)
-    assert isinstance(item, Record)
-    (root / "a.jpg").unlink()
-    with pytest.raises(Reject, match="unreadable"):
-        item.image.read()
-
-
-def test_records_are_small_and_picklable(tmp_path: Path) -> None:
-    (item,) = scan_items(write_files(tmp_path, {"a.jpg": png(), "a.txt": "a"}))
-    assert pickle.loads(pickle.dumps(item)) == item
-    assert len(pickle.dumps(item)) < 500
-
-
 def test_a_scan_is_lazy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = write_files(
         tmp_path, {f"{folder}/{n}.{end}": "x" for folder in "abc" for n in range(3) for end in ("jpg", "txt")}
@@ -174,23 +106,6 @@ def test_missing_paths_are_user_errors_before_the_first_sample(tmp_path: Path) -
 
 
 # --- captions ----------------------------------------------------------------------------------
-
-
-def test_empty_captions_are_kept_or_skipped(tmp_path: Path) -> None:
-    root = write_files(tmp_path, {"a.jpg": png(), "a.txt": " \n", "b.jpg": png(), "b.txt": "b"})
-    assert captions(scan_items(root)) == {"a.jpg": ("",), "b.jpg": ("b",)}
-    items = scan_items(root, skip_empty_caption=True, caption_prefix="photo: ")
-    assert captions(items) == {"b.jpg": ("photo: b",)}
-    assert rejects(items) == {"a.jpg": "empty_caption"}
-
-
-def test_the_prefix_is_added_to_every_caption(tmp_path: Path) -> None:
-    root = write_files(tmp_path, {"a.jpg": png(), "captions.json": json.dumps({"a.jpg": ["one", "two"]})})
-    assert captions(scan_items(root, caption_prefix="photo of ")) == {"a.jpg": ("photo of one", "photo of two")}
-
-
-def test_captions_are_unchanged_without_shuffling(tmp_path: Path) -> None:
-    assert caption_variants(("a, b", "c"), 0, "key", directory(tmp_path)) == ("a, b", "c")
 
 
 def test_shuffles_keep_the_prefix_and_the_tags(tmp_path: Path) -> None:

@@ -245,12 +245,3 @@ def test_several_caption_columns_of_containers(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "set.tar", members)
     items = scan_items(path, caption_column=["short", "long"])
     assert captions(items) == {"set.tar/a.png": ("short", "long"), "set.tar/b.png": ("b", "b")}
-
-
-def test_a_duplicate_has_the_location_of_its_image(tmp_path: Path) -> None:
-    members = [(f"a.{end}", data) for _ in range(2) for end, data in (("png", png()), ("txt", b"a"))]
-    first, second = scan(directory(write_tar(tmp_path / "set.tar", members)), 0)
-    assert isinstance(first, Record)
-    assert isinstance(second, Rejected)
-    assert second.image is not None
-    assert (second.image != first.image, second.image.read()) == (True, png())

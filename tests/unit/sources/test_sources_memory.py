@@ -253,18 +253,6 @@ def test_hostile_tables_are_rejected_and_the_scan_continues(tmp_path: Path) -> N
         assert rejects(items) == {"captions.json": "broken_table"}
 
 
-def test_nan_and_unpaired_surrogates_affect_only_their_row(tmp_path: Path) -> None:
-    rows = [
-        {"file": "a.jpg", "text": "a", "score": float("nan")},
-        {"file": "b.jpg", "text": "half \ud83d"},
-        {"file": "c.jpg", "text": "low \ude00"},
-    ]
-    write_files(tmp_path, {**{f"{name}.jpg": png() for name in "abc"}, "metadata.json": json.dumps(rows)})
-    items = scan_items(tmp_path)
-    assert captions(items) == {"a.jpg": ("a",)}
-    assert rejects(items) == {"b.jpg": "caption_not_utf8", "c.jpg": "caption_not_utf8"}
-
-
 def test_a_member_has_a_maximum_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "MAX_MEMBER", 1000)
     monkeypatch.setattr(rows, "_CHUNK", 100)

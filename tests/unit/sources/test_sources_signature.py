@@ -190,10 +190,3 @@ def test_a_moved_dataset_has_the_same_signature(place: Path) -> None:
     keys = {"mask_path": None, "default_mask_file": None}
     shutil.copytree(place / "set", place / "other/set")
     assert sign(place / "other", **keys) == sign(place, **keys)
-
-
-def test_single_files_have_signatures(tmp_path: Path) -> None:
-    path = write_tar(tmp_path / "set.tar", [("a.png", png())])
-    before = signature(directory(path), 0)
-    touch(path)
-    assert signature(directory(path), 0) != before

@@ -42,22 +42,6 @@ def test_captions_json(tmp_path: Path) -> None:
     }
 
 
-def test_text_files_are_used_if_the_table_is_broken(tmp_path: Path) -> None:
-    broken = {
-        "captions.json": "{",
-        "metadata.json": '"a text"',
-        "metadata.csv": "width,height\n1,2\n",
-        "metadata.jsonl": "\xff\xfe",
-    }
-    root = write_files(tmp_path, {"a.jpg": png(), "a.txt": "a", **broken})
-    items = scan_items(root)
-    assert captions(items) == {"a.jpg": ("a",)}
-    assert set(rejects(items).values()) == {"broken_table", "broken_row"}
-    assert {name for name, reason in rejects(items).items() if reason == "broken_table"} == set(broken) - {
-        "metadata.jsonl"
-    }
-
-
 ROWS = [
     ("a.jpg", "a bird"),
     ("sub/b.jpg", 'says "hi",\nthen goes'),
@@ -101,25 +85,6 @@ def test_metadata_tables(tmp_path: Path, kind: str, write: Any, file: str, text:
     assert captions(items) == EXPECTED
     assert sorted(rejects(items).values()) == ["broken_row", "missing_file"]
     assert rejects(items)["gone.jpg"] == "missing_file"
-
-
-def test_broken_rows_are_rejected_and_the_others_used(tmp_path: Path) -> None:
-    lines = [
-        b'{"file": "a.jpg", "text": "a"}',
-        b"{broken",
-        b"[1]",
-        b'{"file": "b.jpg", "text": "caf\xe9"}',
-        b'{"file": "c.jpg", "text": ["c", "see"]}',
-        b'{"file": "d.jpg"}',
-        b'{"text": "nameless"}',
-    ]
-    root = write_files(tmp_path, {f"{name}.jpg": png() for name in "abcd"})
-    write_files(root, {"metadata.jsonl": b"\n".join(lines)})
-    items = scan_items(root)
-    assert captions(items) == {"a.jpg": ("a",), "c.jpg": ("c", "see")}
-    by_reason = sorted(rejects(items).values())
-    assert by_reason == ["broken_row", "broken_row", "broken_row", "caption_not_utf8", "no_caption"]
-    assert any(name.startswith("metadata.jsonl:byte 31") for name in rejects(items))
 
 
 def test_the_nearest_table_wins_and_other_rows_are_not_missing(tmp_path: Path) -> None:
@@ -231,14 +196,6 @@ def test_an_exact_column_name_wins(tmp_path: Path) -> None:
 
 
 # --- long and broken tables -------------------------------------------------------------------
-
-
-def test_a_truncated_table_is_not_used_partially(tmp_path: Path) -> None:
-    whole = json.dumps({f"{n}.jpg": "x" for n in range(50)})
-    root = write_files(tmp_path, {"0.jpg": png(), "0.txt": "from its file", "captions.json": whole[:-1]})
-    items = scan_items(root)
-    assert captions(items) == {"0.jpg": ("from its file",)}
-    assert rejects(items) == {"captions.json": "broken_table"}
 
 
 def test_the_limit_of_csv_cells(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from PIL import Image
 from sd3_light.config.faults import UserError
 from sd3_light.sources import video
 from sd3_light.sources.buckets import Bucket, plan
-from sd3_light.sources.preprocess import MAX_PIXELS, Reject
+from sd3_light.sources.preprocess import Reject
 from sd3_light.sources.video import VideoSize, decode_video, probe_video, write_video
 from tests.unit.sources.videos import RED, encode, encode_gif, numbered, numbers, turned
 from tests.warm import REAL_PYTHON
@@ -268,7 +268,3 @@ def test_without_pyav(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"pip install 'sd3-light\[video\]'"):
         probe(b"\x1aE\xdf\xa3" + bytes(40))
     assert probe(encode_gif(numbered(2)), 2).frames == 2
-
-
-def test_a_frame_may_have_many_pixels_but_not_too_many() -> None:
-    assert MAX_PIXELS > 7680 * 4320

@@ -116,12 +116,6 @@ def test_only_the_batch_that_crashed_is_split() -> None:
     assert results == [[5] * 5, [1, 1, CRASHED, 1, 1], *([[5] * 5] * 6)]
 
 
-def test_a_pool_works_after_a_crash() -> None:
-    with WorkerPool(1, exit_on_some, CRASHED, ahead=1) as workers:
-        assert list(workers.map([[7]])) == [[CRASHED]]
-        assert list(workers.map([[1], [8], [2]])) == [[2], [CRASHED], [4]]
-
-
 @pytest.mark.parametrize("count", [0, 2])
 def test_an_exception_in_the_work_is_raised(count: int) -> None:
     with WorkerPool(count, fail_on_some, CRASHED) as workers:
