@@ -24,9 +24,7 @@ from sd3_light.cache.shard_builder import ShardBuilder
 from sd3_light.cache.verb import make_recipe
 from sd3_light.check.count import count_samples
 from sd3_light.check.verb import disk_faults
-from sd3_light.config import ConfigFaults
 from sd3_light.config.faults import UserError
-from sd3_light.data import cache_plan
 from sd3_light.data import manifest as manifest_module
 from sd3_light.data.cache_plan import make_cache_plan
 from sd3_light.data.manifest import MANIFEST, Manifest
@@ -38,7 +36,6 @@ from sd3_light.engines import Launch
 from sd3_light.engines.feed import make_order, open_cache
 from sd3_light.families.sd3.encoders import FrozenParts
 from sd3_light.families.sd3.prepare import LightSD3Pipeline
-from sd3_light.journeys import build_caches
 from sd3_light.report.inspect import verb as inspect
 from sd3_light.report.inspect.cache_page import write_cache_page
 from sd3_light.sources import catalogue
@@ -307,16 +304,6 @@ def test_a_changed_encoder_makes_all_samples_stale(project: Project, tmp_path: P
     assert any(cause in text for text in state.causes)
 
 
-def test_a_changed_size_or_flip_is_noticed(project: Project) -> None:
-    project.data('resolutions = [64]\n[[directory]]\npath = "images"\n')
-    state = current_state(project)
-    assert state.fresh + state.stale + state.missing == NUM_IMAGES
-    square = sum(shard.count for shard in Manifest.load(project.cache).shards if shard.bucket == "64x64")
-    assert state.fresh < square, "all are square now, so the square shards have other samples"
-    project.data('resolutions = [64]\n[[directory]]\npath = "images"\nflip = true\n')
-    assert current_state(project).fresh == 0
-
-
 def test_the_state_table_lists_all_kinds(project: Project) -> None:
     (project.images / "000007.png").unlink()
     add_image(project, "images/new")
@@ -365,31 +352,6 @@ def test_a_dry_run_changes_nothing(project: Project, no_encoding: None) -> None:
     (report,) = project.build_cache(dry_run=True)
     assert contents(project) == before
     assert report.missing == 2
-
-
-def test_unchanged_sources_are_not_read_again(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No caption, image or header is read again if nothing changed."""
-    read: list[str] = []
-    for name in ("scan", "probe_images"):
-        monkeypatch.setattr(catalogue, name, lambda *_, name=name: read.append(name) or [])
-    (report,) = project.build_cache()
-    assert read == []
-    assert report.reused == NUM_IMAGES
-
-
-def test_a_new_image_causes_only_its_part_to_be_read(fresh_project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (catalogue, cache_plan):
-        monkeypatch.setattr(module, "PART_ROWS", 4)
-    fresh_project.build_cache()
-    add_image(fresh_project, "images/new")
-    probed: list[str] = []
-    real = catalogue.probe_images
-    monkeypatch.setattr(
-        catalogue, "probe_images", lambda batch: probed.extend(item.image.path for item in batch) or real(batch)
-    )
-    fresh_project.build_cache()
-    assert any("new/a.png" in path for path in probed)
-    assert len(probed) <= 4, "one part of four images, out of 41"
 
 
 # --- damage --------------------------------------------------------------------------------------
@@ -740,13 +702,6 @@ def test_evaluation_sets_have_separate_caches(fresh_project: Project) -> None:
     reports = fresh_project.build_cache('eval_datasets=["eval.toml"]')
     assert [report.folder.name for report in reports] == ["cache", "cache-eval-eval"]
     assert [report.counts["used"] for report in reports] == [40, 4]
-
-
-def test_a_missing_folder_is_reported_before_anything_is_encoded(fresh_project: Project) -> None:
-    fresh_project.data('resolutions = [64]\n[[directory]]\npath = "nowhere"\n')
-    with pytest.raises(ConfigFaults, match="nowhere"):
-        build_caches(fresh_project.load(), Launch())
-    assert not fresh_project.cache.exists()
 
 
 @pytest.mark.parametrize(

@@ -124,29 +124,11 @@ def test_many_workers_may_be_lost_at_once(count: int, lost: int) -> None:
     assert max(workers.most) == count + lost - 1, "the new workers get units"
 
 
-def test_workers_may_come_late_and_grow() -> None:
-    workers = FakeWorkers(0)
-    waits = iter(range(100))
-
-    def join() -> None:
-        if (number := next(waits)) in (3, 8):
-            workers.names.append(number)
-
-    workers.on_wait = join
-    assert dispatch(UNITS, workers) == {}
-    assert set(workers.most) == {3, 8}
-
-
 def test_many_failures_in_a_row_stop_the_run() -> None:
     workers = FakeWorkers(2, poison=range(1000))
     with pytest.raises(UserError, match=r"shards in a row could not be built, the last: the process was lost; fix"):
         dispatch([unit(number) for number in range(1000)], workers)
     assert sum(workers.tries.values()) < 50
-
-
-def test_a_few_units_that_all_fail_do_not_stop_the_run() -> None:
-    workers = FakeWorkers(2, poison=range(5))
-    assert len(dispatch(UNITS[:5], workers)) == 5
 
 
 def test_a_user_error_stops_the_run() -> None:

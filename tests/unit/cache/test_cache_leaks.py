@@ -68,15 +68,6 @@ def test_thumbnails_are_computed_once(leaking: Project, monkeypatch: pytest.Monk
     leaking.build_cache(*EVAL)
 
 
-def test_a_set_without_leaks_is_silent(leaking: Project, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("copy", "scaled"):
-        (leaking.folder / "val" / f"{name}.png").unlink()
-        (leaking.folder / "val" / f"{name}.txt").unlink()
-    leaking.build_cache(*EVAL)
-    assert "held out" not in capsys.readouterr().err
-    assert warnings(leaking) == []
-
-
 def test_a_damaged_result_is_computed_again(leaking: Project, capsys: pytest.CaptureFixture[str]) -> None:
     leaking.build_cache(*EVAL)
     (path,) = (Path(leaking.load(*EVAL).eval_datasets["val"].cache_dir) / "catalogue").glob("*.leaks.json")

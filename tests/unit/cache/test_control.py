@@ -88,6 +88,10 @@ def test_every_image_gets_its_edges_and_the_dataset_finds_them(images: Path) -> 
         assert edges.any()
     toml = images.with_name("data.toml")
     toml.write_text('resolutions = [64]\n[[directory]]\npath = "images"\nreferences = ["images-edges"]\n')
+    missing = images.with_name("missing.toml")
+    missing.write_text(toml.read_text().replace('"images-edges"', '"images-depth", "images-edges"'))
+    (result,) = control.run(missing, EDGES)
+    assert (result.written.kept, result.is_named) == (3, True), "another folder need not exist yet"
     (directory,), _ = load_directories(toml)
     records = [item for item in scan(directory, 0) if isinstance(item, Record)]
     assert [len(record.references) for record in records] == [1, 1, 1]
@@ -108,14 +112,6 @@ def test_existing_files_are_kept_and_an_interrupted_run_continues(images: Path) 
     (result,) = control.run(images, EDGES, overwrite=True)
     assert (result.written.written, result.written.kept) == (3, 0)
     assert np.array_equal(drawn(folder)["0.png"], whole["0.png"])
-
-
-def test_a_dataset_toml_may_name_folders_that_do_not_exist_yet(images: Path) -> None:
-    toml = images.with_name("data.toml")
-    keys = 'mask_path = "masks"\nreferences = ["images-depth", "images-edges"]\n'
-    toml.write_text(f'resolutions = [64]\n[[directory]]\npath = "images"\n{keys}')
-    (result,) = control.run(toml, EDGES)
-    assert (result.written.written, result.is_named) == (3, True)
 
 
 def test_a_folder_below_the_images_is_not_read_as_images(images: Path) -> None:

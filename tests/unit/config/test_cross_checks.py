@@ -195,12 +195,6 @@ def test_two_eval_datasets_with_the_same_name(files: Any) -> None:
     assert [fault.key for fault in faults] == ["eval_datasets[0]", "eval_datasets[1]"]
 
 
-def test_depth_of_a_model_folder_is_not_guessed(files: Any) -> None:
-    path = files.write(model='train_type = ""\n' + RECON + "text_recon_target_layer = 23")
-    path.write_text(path.read_text().replace('train_type = ""\n', ""))
-    assert load_config(path).train.model.train_type is None
-
-
 @pytest.mark.parametrize("missing", ["max_steps", "save_every_n_steps"])
 def test_a_run_needs_an_end_and_saves(files: Any, missing: str) -> None:
     path = files.write()
@@ -276,11 +270,6 @@ def test_a_dataset_needs_a_directory(only_fault: OnlyFault, dataset: str) -> Non
 
 def test_single_brackets_instead_of_double(only_fault: OnlyFault) -> None:
     assert only_fault(dataset='[directory]\npath = "a"').hint == "write [[directory]], with two brackets"
-
-
-def test_a_fault_of_a_default_is_reported_once(only_fault: OnlyFault) -> None:
-    fault = only_fault(dataset='resolutions = "big"\n[[directory]]\npath = "a"\n[[directory]]\npath = "b"')
-    assert fault.key == "resolutions"
 
 
 def test_batch_list_names_the_missing_resolution(only_fault: OnlyFault) -> None:

@@ -170,6 +170,7 @@ REJECTED = {
         "gradient_release = true",
         "beta2_half_life = 1000",
     ),
+    "monitoring": ('wandb_host = "host"',),
 }
 DATASET_ACCEPTED = (
     "resolutions = [512]",
@@ -266,6 +267,10 @@ def test_a_size_bucket_with_frames_says_what_to_write_instead(only_fault: Any) -
 
 def test_every_family_of_other_trainers_is_trained_or_named() -> None:
     assert {name for name in UPSTREAM_FAMILIES if name not in FAMILY_NAMES} == FAMILIES.keys()
+    for instead in FAMILIES.values():
+        scripts = [word for word in instead.split() if word.startswith("examples/")]
+        assert "docs/reference/tasks.md" in instead
+        assert all((ROOT / script).is_file() for script in scripts)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "SDXL"])
@@ -284,10 +289,3 @@ def test_another_family_is_one_message_with_what_trains_it(files: Any, family: s
 def test_a_family_from_the_command_line_names_it(files: Any) -> None:
     (fault,) = files.faults(overrides=("model.type=sdxl",))
     assert fault.file == "--set"
-
-
-def test_families_name_scripts_that_exist() -> None:
-    for instead in FAMILIES.values():
-        scripts = [word for word in instead.split() if word.startswith("examples/")]
-        assert "docs/reference/tasks.md" in instead
-        assert all((ROOT / script).is_file() for script in scripts)

@@ -74,12 +74,6 @@ def test_paths_are_absolute_and_relative_to_their_toml(everything: LoadedConfig,
     assert [directory.path for directory in everything.dataset.directories] == [tmp_path / "images", Path("/elsewhere")]
 
 
-def test_relative_config_path_is_taken_from_the_working_folder(files: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    files.write()
-    monkeypatch.chdir(files.folder)
-    assert load_config("train.toml") == load_config(files.train_path)
-
-
 def test_cache_dirs(everything: LoadedConfig, files: Any, tmp_path: Path) -> None:
     assert everything.dataset.cache_dir == tmp_path.parent / "cache"
     assert everything.eval_datasets["held-out"].cache_dir == tmp_path.parent / "cache-eval-held-out"
@@ -111,13 +105,6 @@ def test_shuffle_keys_agree_after_loading(files: Any, line: str) -> None:
     assert directory.cache_shuffle_num == (3 if "3" in line else 1)
 
 
-def test_ratios_may_be_pairs(files: Any) -> None:
-    dataset = (
-        'resolutions = [256]\nenable_ar_bucket = true\nar_buckets = [[512, 256], [1, 1]]\n[[directory]]\npath = "a"'
-    )
-    assert files.load(dataset=dataset).dataset.directories[0].ar_buckets == (2.0, 1.0)
-
-
 def test_batch_size_by_resolution(everything: LoadedConfig) -> None:
     batch = everything.train.micro_batch_size_per_gpu
     assert batch_size_for(batch, (256, 256)) == 64
@@ -138,12 +125,6 @@ def test_both_spellings_of_prefetch(files: Any, key: str) -> None:
     assert files.load(f"{key} = 3").train.dataloader_prefetch_per_worker == 3
     overridden = load_config(files.write(f"{key} = 3"), ["prefetch_batches_per_worker=4"])
     assert overridden.train.dataloader_prefetch_per_worker == 4
-
-
-def test_byte_order_mark_is_accepted(files: Any) -> None:
-    path = files.write()
-    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-    assert load_config(path).train.max_steps == 10
 
 
 def test_frozen(everything: LoadedConfig) -> None:
@@ -170,17 +151,6 @@ def test_resolved_copy_gives_an_equal_config(everything: LoadedConfig, tmp_path:
     assert _without_api_key(again.train) == _without_api_key(everything.train)
     assert (again.dataset, again.eval_datasets) == (everything.dataset, everything.eval_datasets)
     assert resolved_toml(again) == text
-
-
-def test_resolved_toml_has_every_default(files: Any) -> None:
-    text = resolved_toml(files.load())
-    for line in (
-        "dataloader_prefetch_per_worker = 1",
-        'parallel = "ddp"',
-        "t5_max_length = 256",
-        "weight_decay = 0.01",
-    ):
-        assert line in text.splitlines()
 
 
 def test_secret_is_stored_but_never_shown(everything: LoadedConfig) -> None:

@@ -29,11 +29,6 @@ def test_pieces_hold_the_samples_in_order_and_no_padding_of_others(pieces: int) 
         assert torch.equal(part["prompt"], batch()["prompt"][rows, : int(lengths.max())])
 
 
-def test_a_batch_is_not_split_into_unequal_pieces() -> None:
-    with pytest.raises(AssertionError):
-        batch().split(4)
-
-
 def test_placeholders_have_a_size_only() -> None:
     assert Batch(6).split(2) == [Batch(3), Batch(3)]
     assert Batch(6).tensors() == []
@@ -69,12 +64,6 @@ def test_padding_adds_rows_of_zeros() -> None:
     assert not padded["prompt"][:, 5:].any()
     plain = batch()
     assert plain.padded_to("prompt", 5) is plain
-
-
-def test_counts_stay_on_the_host() -> None:
-    moved = batch().map_tensors(lambda tensor: tensor.to("meta"))
-    assert {tensor.device.type for tensor in moved.tensors()} == {"meta"}
-    assert moved.host["prompt.length"].device.type == "cpu"
 
 
 def test_a_batch_travels_through_slots_and_pickle() -> None:

@@ -92,8 +92,3 @@ def test_block_weights_match_their_matrices(size: ModelSize) -> None:
     kinds, weights = WeightKinds(denoiser), block_weights(size)
     matrices = sum(weight.numel() for weight in denoiser.parameters() if kinds.is_block_matrix(weight))
     assert weights.image + weights.text + weights.sample == matrices
-
-
-def test_an_image_token_covers_16_x_16_pixels() -> None:
-    assert image_tokens(256, 256) == 256
-    assert image_tokens(64, 48) == 12

@@ -312,11 +312,6 @@ def test_state_depends_on_the_optimizer() -> None:
     assert muon == 4 * matrices + 12 * small().num_parameters() - 4 * matrices - 4 * matrices
 
 
-def test_accumulated_gradients_exist_during_the_forward_pass() -> None:
-    one, four = (gpu_memory(replace(LIGHT, accumulation=count)).step.value for count in (1, 4))
-    assert four - one == pytest.approx(4 * LIGHT.parameters * (1 + SLACK), rel=0.001)
-
-
 def test_evaluations_keep_the_weights_beside_an_average() -> None:
     few = replace(LIGHT, checkpointing=True, batch=1, evaluates=True)
     with_average = gpu_memory(replace(few, ema_tracks=1))
@@ -333,17 +328,6 @@ def test_sharding_divides_the_state_and_gathers_blocks() -> None:
     assert sharded.step.value < alone.step.value
     assert "/ 8 GPUs" in sharded.state.formula
     assert "NCCL" in sharded.context.formula
-
-
-def test_the_total_is_the_sum_of_its_parts() -> None:
-    memory = gpu_memory(replace(LIGHT, ema_tracks=1))
-    assert memory.total == memory.state.value + memory.step.value + memory.context.value
-
-
-def test_parameters_of_a_block() -> None:
-    block = SD3Transformer2DModel(**small().transformer_config()).transformer_blocks[0]
-    setup = replace(LIGHT, cost=SD3Cost(small()))
-    assert setup.block_parameters == sum(p.numel() for p in block.parameters())
 
 
 def test_checkpoint_copies_are_divided_among_writers() -> None:

@@ -58,11 +58,6 @@ def test_small_steps_in_graphs_are_bound_by_their_kernels() -> None:
     assert estimate == pytest.approx(1000 * 1024 / 135_000, rel=0.2)
 
 
-def test_several_gpus_share_the_work() -> None:
-    one, four = (training_seconds(H200, "fast", 1e20, 1, 15, gpus) for gpus in (1, 4))
-    assert one == pytest.approx(4 * four)
-
-
 @pytest.mark.parametrize("name", ["NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "", "NVIDIA GH200 480GB"])
 def test_a_kind_that_was_not_measured_has_no_estimate(name: str) -> None:
     assert measured_speed(name, "fast") is None

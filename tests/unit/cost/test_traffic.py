@@ -1,6 +1,7 @@
 """What GPUs send each other: the formulas against the collectives of one rank among many that do not exist."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,8 @@ def test_an_adapter_sends_only_its_own_gradients() -> None:
     adapter = (0, 1000, 1000, 0)
     base = TrainingSetup(SD3Cost(SIZE), Tokens(4, 3), 1, world=4, adapter=adapter)
     assert sent_per_step(base).value == 2 * 3 / 4 * 4 * 2000
+    assert sent_per_step(replace(base, world=1)).value == 0, "one GPU sends nothing"
+    assert needed_bandwidth(1000, 2.0) == 4000, "in bits per second"
 
 
 @pytest.mark.parametrize(
@@ -133,11 +136,3 @@ def test_zero_2_sends_the_gradients_of_each_micro_batch(zero: int, passes: Any) 
     setup = TrainingSetup(cost, Tokens(4, 3), 1, accumulation=3, world=4, deepspeed=True, zero=zero)
     weights = 4 * cost.parameters
     assert sent_per_step(setup).value == pytest.approx(3 / 4 * passes(weights, weights), rel=1e-6)
-
-
-def test_one_gpu_sends_nothing() -> None:
-    assert sent_per_step(TrainingSetup(SD3Cost(SIZE), Tokens(4, 3), 1)).value == 0
-
-
-def test_bandwidth_is_in_bits_per_second() -> None:
-    assert needed_bandwidth(1000, 2.0) == 4000

@@ -97,14 +97,6 @@ def test_without_a_free_slot_or_workers_prepare_inputs_is_used(make_cache: MakeC
         assert all(torch.equal(a, b) for a, b in zip(plain, kept, strict=True)), workers
 
 
-def test_a_resumed_loader_continues_where_the_other_stopped(make_cache: MakeCache) -> None:
-    data = make_cache()
-    whole = flat(all_steps(loader_of(data)))
-    for first in (1, 3, 5):
-        rest = flat(all_steps(loader_of(data, first=first)))
-        assert all(torch.equal(a, b) for a, b in zip(whole[4 * first :], rest, strict=True))
-
-
 def test_a_step_has_all_its_micro_batches(make_cache: MakeCache) -> None:
     data = make_cache()
     whole, halves = all_steps(loader_of(data)), all_steps(loader_of(data, micro=2))

@@ -103,13 +103,6 @@ def test_permutation_is_roughly_uniform(size: int) -> None:
     assert chi / dof < 1 + 5 * (2 / dof) ** 0.5
 
 
-def test_permutation_mixes_neighbours() -> None:
-    result = permuted(100_000, 4)
-    assert abs(float(np.corrcoef(result[:-1], result[1:])[0, 1])) < 0.02
-    assert (np.abs(np.diff(result)) == 1).mean() < 0.001
-    assert abs(float(np.corrcoef(result, np.arange(100_000))[0, 1])) < 0.02
-
-
 def test_golden_values() -> None:
     """Fixed values: another network or hash would change the order of every resumed run."""
     assert permuted(1000, 7)[:6].tolist() == GOLDEN_PERMUTATION
@@ -159,14 +152,6 @@ def test_every_epoch_has_another_order() -> None:
         assert same_place < 10
     assert epochs[0] != sorted(epochs[0]), "the first epoch is shuffled too"
     assert samples(epoch_rows(build_order(1, [([Segment(64)], 8)]))) != epochs[0], "another seed"
-
-
-def test_a_batch_comes_from_one_bucket_and_buckets_are_mixed() -> None:
-    order = build_order(0, [([Segment(80)], 4), ([Segment(80)], 8)])
-    order_of_buckets = [order.picks(step).bucket for step in range(order.steps_per_epoch)]
-    assert Counter(order_of_buckets) == {0: 20, 1: 10}
-    assert order_of_buckets != sorted(order_of_buckets)
-    assert [order.batch_size(step) for step in range(30)] == [(4, 8)[bucket] for bucket in order_of_buckets]
 
 
 # --- repeats and small buckets -----------------------------------------------------------------
@@ -294,17 +279,6 @@ def test_a_world_size_that_does_not_divide_the_batch_is_rejected() -> None:
 
 
 # --- resume and cost ---------------------------------------------------------------------------
-
-
-def test_an_order_can_start_at_any_step() -> None:
-    """The step number is the only state, also at the epoch boundary, where an earlier program was off by one."""
-    walked = mixed()
-    sequence = [(walked.picks(step).epoch, rows(walked.picks(step))) for step in range(3 * walked.steps_per_epoch)]
-    for step in (0, 1, walked.steps_per_epoch - 1, walked.steps_per_epoch, 2 * walked.steps_per_epoch, 25):
-        other = mixed()
-        assert (other.picks(step).epoch, rows(other.picks(step))) == sequence[step]
-    per_epoch = walked.steps_per_epoch
-    assert [sequence[step][0] for step in (per_epoch - 1, per_epoch, 2 * per_epoch)] == [0, 1, 2]
 
 
 def large(batch: int) -> Order:

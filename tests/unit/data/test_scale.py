@@ -5,7 +5,6 @@ import tracemalloc
 from dataclasses import asdict
 from functools import cache
 
-import numpy as np
 import pytest
 
 from sd3_light.config.faults import UserError
@@ -23,18 +22,6 @@ def order() -> Order:
 
 def share(rank: int) -> tuple[int, int]:
     return rank_slice(RANKS * MICRO, rank, RANKS, 0, 1)
-
-
-@pytest.mark.parametrize("step", [9_999, 40_000])
-def test_the_slices_of_all_ranks_are_the_global_batch(step: int) -> None:
-    whole = order().picks(step)
-    parts = [order().picks(step, *share(rank)) for rank in range(RANKS)]
-    assert sum(len(part.segment) for part in parts) == RANKS * MICRO
-    for name in ("segment", "index", "repeat"):
-        assert np.array_equal(np.concatenate([getattr(part, name) for part in parts]), getattr(whole, name))
-    places = whole.segment * SHARD + whole.index
-    assert len(np.unique(np.stack([places, whole.repeat]), axis=1).T) == RANKS * MICRO, "no duplicate samples"
-    assert whole.segment.max() <= SAMPLES // SHARD
 
 
 def test_an_order_of_a_billion_samples_needs_memory_per_shard_only() -> None:

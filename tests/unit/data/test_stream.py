@@ -86,16 +86,6 @@ def test_weights_apply_to_the_directory_they_belong_to(make_cache: MakeCache) ->
     assert chosen({"other#1": (1e-9, 1.0)}) == chosen({}) != never
 
 
-def test_an_epoch_has_each_sample_once_and_the_next_is_reshuffled(make_cache: MakeCache) -> None:
-    data = make_cache(sizes=(5, 3, 4))
-    order = order_of(data)
-    assert order.steps_per_epoch == 3
-    epochs = [ids_of(steps_of(data, order, epoch)) for epoch in range(3)]
-    assert all(sorted(ids) == list(range(1, 13)) for ids in epochs)
-    assert len({tuple(ids) for ids in epochs}) == 3, "reshuffled"
-    assert epochs[0] != sorted(epochs[0]), "shuffled at all"
-
-
 @pytest.mark.parametrize(("world", "micro"), [(2, 1), (1, 2), (2, 2), (4, 1)])
 def test_ranks_and_micro_batches_are_slices_of_the_global_batch(make_cache: MakeCache, world: int, micro: int) -> None:
     data = make_cache(captions=3, variants=2)

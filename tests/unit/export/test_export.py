@@ -110,13 +110,6 @@ def test_every_kind_of_weights_can_be_exported(trained: Trained, tmp_path: Path,
     assert (facts["weights"], facts["step"], facts["samples"]) == (name, STEPS, 4 * STEPS)
 
 
-def test_an_older_checkpoint(trained: Trained, tmp_path: Path) -> None:
-    older = trained.run / "checkpoints" / f"step-{STEPS // 2:08d}"
-    tensor, facts = exported(export.run(trained.run, tmp_path / "out", older, "raw"))
-    assert torch.equal(tensor, trained.at(STEPS // 2))
-    assert facts["step"] == STEPS // 2
-
-
 def test_an_unknown_average_is_refused_with_the_choices(trained: Trained, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no 'best'; it has raw, ema, long, short"):
         export.run(trained.run, tmp_path / "out", weights="best")
@@ -144,19 +137,20 @@ def test_an_average_of_any_length_is_rebuilt(trained: Trained, tmp_path: Path, l
     assert (facts["weights"], facts["step"], facts["samples"]) == (f"average of length {length:g}", STEPS, 4 * STEPS)
 
 
-def test_weights_that_did_not_change_are_kept(trained: Trained, tmp_path: Path) -> None:
-    export.run(trained.run, tmp_path / "out", ema_length=0.07)
-    state = load_file(tmp_path / "out" / "transformer" / "diffusion_pytorch_model.safetensors")
-    unchanged = trained.weights["context_embedder.weight"].half().float()
-    torch.testing.assert_close(state["context_embedder.weight"], unchanged, rtol=1e-6, atol=0)
-
-
 def test_as_of_an_older_checkpoint(trained: Trained, tmp_path: Path) -> None:
     older = trained.run / "checkpoints" / f"step-{STEPS // 2:08d}"
+    out = export.run(trained.run, tmp_path / "raw", older, "raw")
+    tensor, facts = exported(out)
+    assert torch.equal(tensor, trained.at(STEPS // 2))
+    assert facts["step"] == STEPS // 2
+    assert (out / "config.toml").read_text() == (trained.run / "config.toml").read_text()
     tensor, facts = exported(export.run(trained.run, tmp_path / "out", older, ema_length=0.07))
     expected = running_average(trained, 0.07, STEPS // 2)
     assert (tensor.double() - expected).norm() / expected.norm() < 2e-3
     assert facts["step"] == STEPS // 2
+    state = load_file(tmp_path / "out" / "transformer" / "diffusion_pytorch_model.safetensors")
+    unchanged = trained.weights["context_embedder.weight"].half().float()
+    torch.testing.assert_close(state["context_embedder.weight"], unchanged, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("length", [0.001, 0.01, 0.27, 0.5, 0.0, -1.0])
@@ -186,11 +180,6 @@ def test_a_length_and_weights_exclude_each_other(trained: Trained, tmp_path: Pat
 
 
 # --- extras -----------------------------------------------------------------------------------
-
-
-def test_an_export_contains_the_config_of_the_run(trained: Trained, tmp_path: Path) -> None:
-    out = export.run(trained.run, tmp_path / "out")
-    assert (out / "config.toml").read_text() == (trained.run / "config.toml").read_text()
 
 
 def test_an_invalid_push_is_reported_before_the_work(trained: Trained, tmp_path: Path) -> None:

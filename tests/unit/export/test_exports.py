@@ -12,7 +12,6 @@ from sd3_light.checkpoint.progress import Progress
 from sd3_light.config import SIZES, TrainConfig
 from sd3_light.export import card_facts
 from sd3_light.export import of_run as module
-from sd3_light.export.best import mark_best
 from sd3_light.export.export_spec import ExportSpec
 from sd3_light.export.of_run import Saver
 from sd3_light.families.sd3 import prepare as sd3
@@ -70,16 +69,6 @@ def test_the_export_just_written_is_kept(tmp_path: Path, written: list[dict[str,
     saver = Saver.of(config(tmp_path, keep_last_n_exports=1), transformer, tmp_path / "exports")
     for step in (5, 2, 3):
         assert saver.save_model({}, "raw", Progress(step)).is_dir()
-
-
-def test_the_best_export_is_kept(tmp_path: Path, written: list[dict[str, torch.Tensor]]) -> None:
-    transformer = new_transformer(SIZES["tiny2"].transformer_config(), 0)
-    saver = Saver.of(config(tmp_path, keep_last_n_exports=1), transformer, tmp_path / "exports")
-    mark_best(saver.save_model({}, "raw", Progress(1)))
-    for step in (2, 3):
-        saver.save_model({}, "raw", Progress(step))
-    names = [path.name for path in sorted((tmp_path / "exports").glob("step-*"))]
-    assert names == ["step-00000001", "step-00000003"]
 
 
 def test_the_export_with_the_lowest_validation_loss_is_kept(

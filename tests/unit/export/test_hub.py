@@ -290,21 +290,16 @@ def test_offline_is_one_line(export: Path, offline: None, monkeypatch: pytest.Mo
         assert "\n" not in str(error.value)
 
 
-def test_not_logged_in_is_one_line() -> None:
-    with pytest.raises(UserError, match=r"not logged in; run `hf auth login`"):
-        check_push(TARGET, RecordedApi(LocalTokenNotFoundError("no token\nat all")))
-
-
-def test_a_refusal_contains_the_hubs_message_and_the_path_of_the_export(export: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"the hub refused: You have no right .*complete: .*sd3-light export .* --push-to-hub me/model"
-    ) as error:
-        push(UploadPlan(export, TARGET, ()), api=RecordedApi(refusal(403, "You have no\nright")))
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("failure", [HTTP_ERROR("Name or service\nnot known"), ConnectionResetError("reset")])
-def test_an_unreachable_hub_is_one_line(export: Path, failure: Exception) -> None:
-    with pytest.raises(UserError, match="cannot reach the hub: ") as error:
-        push(UploadPlan(export, TARGET, ()), api=RecordedApi(failure))
-    assert "\n" not in str(error.value)
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (LocalTokenNotFoundError("no token\nat all"), "not logged in; run `hf auth login`"),
+        (refusal(403, "No\nright"), r"the hub refused: No right.*complete: .*sd3-light export .* --push-to-hub me/mod"),
+        (HTTP_ERROR("Name or service\nnot known"), "cannot reach the hub: "),
+        (ConnectionResetError("reset"), "cannot reach the hub: "),
+    ],
+)
+def test_errors_of_the_hub_are_one_line(export: Path, error: Exception, message: str) -> None:
+    with pytest.raises(UserError, match=message) as raised:
+        push(UploadPlan(export, TARGET, ()), api=RecordedApi(error))
+    assert "\n" not in str(raised.value)

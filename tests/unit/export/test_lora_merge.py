@@ -12,7 +12,6 @@ from torch import Tensor
 from sd3_light.assets import DEMO
 from sd3_light.config import SIZES
 from sd3_light.config.faults import UserError
-from sd3_light.export.lora_file import write_lora
 from sd3_light.export.lora_merge import denoiser_state, extract_lora, merge_loras
 from sd3_light.families.sd3.random_weights import new_transformer
 from sd3_light.model.lora_layers import LoraModule, lora_modules
@@ -72,25 +71,21 @@ def test_merging_equals_pefts(base: State, options: dict[str, bool]) -> None:
     assert (merged[f"{Q}.weight"] - base[f"{Q}.weight"]).abs().max() > 1e-3
 
 
-def test_strengths_add_up(base: State) -> None:
-    first, second = lora(), lora(rank=2, seed=7)
-    merged = merge_loras(base, [(first, 0.8), (second, -0.5)])
-    weight = base[f"{Q}.weight"].double()
-    weight = weight + 0.8 * 0.5 * first[Q].up.double() @ first[Q].down.double()
-    weight = weight - 0.5 * 0.5 * second[Q].up.double() @ second[Q].down.double()
-    assert (merged[f"{Q}.weight"].double() - weight).abs().max() < 1e-5
-    untouched = [name for name in base if name not in (f"{Q}.weight", f"{MLP}.weight")]
-    assert all(merged[name] is base[name] for name in untouched)
-
-
-def test_merging_reads_weights_and_computes_in_float32(base: State) -> None:
+def test_strengths_add_up_in_float32(base: State) -> None:
     half = {name: tensor.bfloat16() for name, tensor in base.items()}
-    before = half[f"{Q}.weight"].clone()
-    small = {Q: LoraModule(noise(2, 128), 1e-4 * noise(128, 2))}
-    weight = merge_loras(half, [(small, 1.0)])[f"{Q}.weight"]
-    assert weight.dtype == torch.float32
-    assert (weight - before.float() - small[Q].delta()).abs().max() < 1e-6, "bfloat16 would have lost it"
-    assert torch.equal(half[f"{Q}.weight"], before)
+    first = {**lora(), Q: LoraModule(noise(2, 128), 1e-4 * noise(128, 2), 0.5)}  # bfloat16 would lose it
+    second = lora(rank=2, seed=7)
+    merged = merge_loras(half, [(first, 0.8), (second, -0.5)])
+    for layer in (Q, MLP):
+        weight = half[f"{layer}.weight"].double()
+        for modules, strength in ((first, 0.8), (second, -0.5)):
+            weight = (
+                weight + strength * modules[layer].scale * modules[layer].up.double() @ modules[layer].down.double()
+            )
+        assert merged[f"{layer}.weight"].dtype == torch.float32
+        assert (merged[f"{layer}.weight"].double() - weight).abs().max() < 1e-5
+    untouched = [name for name in base if name not in (f"{Q}.weight", f"{MLP}.weight")]
+    assert all(merged[name] is half[name] for name in untouched)
 
 
 def test_a_folder_is_merged(base: State, tmp_path: Path) -> None:
@@ -146,15 +141,6 @@ def test_a_smaller_rank_is_the_best_of_its_rank(base: State) -> None:
     assert min(extraction.kept.values()) < extraction.share < max(extraction.kept.values())
 
 
-def test_a_rank_above_the_weights_rank_keeps_everything(base: State, tmp_path: Path) -> None:
-    name = "proj_out.weight"
-    tuned = {**base, name: base[name] + noise(64, 128)}
-    extraction = extract_lora(base, tuned, rank=1000)
-    assert extraction.modules["proj_out"].rank == 64
-    assert extraction.share == pytest.approx(1.0)
-    assert write_lora(tmp_path / "lora.safetensors", extraction.modules).is_file()
-
-
 def test_weights_without_a_lora_are_listed(base: State) -> None:
     tuned = merge_loras(base, [(lora(), 1.0)])
     for name in ("pos_embed.proj.weight", "proj_out.bias", "transformer_blocks.0.attn.norm_q.weight"):
@@ -167,14 +153,6 @@ def test_weights_without_a_lora_are_listed(base: State) -> None:
     }
     assert extraction.share + sum(extraction.left_out.values()) == pytest.approx(1.0, abs=1e-5)
     assert extraction.modules.keys() == {Q, MLP}
-
-
-def test_targets_select_layers_and_the_rest_is_listed(base: State) -> None:
-    tuned = merge_loras(base, [(lora(), 1.0)])
-    extraction = extract_lora(base, tuned, rank=4, targets=("attn.to_q",))
-    assert extraction.modules.keys() == {Q}
-    assert extraction.left_out.keys() == {f"{MLP}.weight"}
-    assert extraction.share < 1 - extraction.left_out[f"{MLP}.weight"] + 1e-6
 
 
 def test_a_target_is_a_whole_part_of_a_name(base: State) -> None:

@@ -111,15 +111,3 @@ def test_a_file_that_does_not_fit_is_refused(
         add_loras(fresh, [Lora(file)], diffusers_tensors)
     assert str(file) in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_a_damaged_file_is_refused(fresh: Any, tmp_path: Path) -> None:
-    file = tmp_path / "x.safetensors"
-    file.write_bytes(b"not tensors")
-    with pytest.raises(UserError, match="does not fit this model"):
-        add_loras(fresh, [Lora(file)], diffusers_tensors)
-
-
-def test_no_lora_changes_nothing(pipe: Any) -> None:
-    add_loras(pipe, [], diffusers_tensors)
-    assert not getattr(pipe.transformer, "_hf_peft_config_loaded", False)

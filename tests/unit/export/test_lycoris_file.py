@@ -117,19 +117,13 @@ def test_a_trained_file_is_right_in_comfyui_on_the_padded_single_file(kind: str,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_metadata_for_other_programs(kind: str, tmp_path: Path) -> None:
+def test_a_file_reads_back_as_the_layers_of_the_model(kind: str, tmp_path: Path) -> None:
     live = trained(kind)
     file = write_trained(tmp_path / "a.safetensors", adapter_state(live), live, config_of(kind))
     with open(file, "rb") as opened:
         metadata = read_header(opened).metadata
     assert metadata["modelspec.title"] == {"lokr": "LoKr for SD3", "loha": "LoHa for SD3"}[kind]
     assert metadata["ss_base_model_version"] == "sd3"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_file_reads_back_as_the_layers_of_the_model(kind: str, tmp_path: Path) -> None:
-    live = trained(kind)
-    file = write_trained(tmp_path / "a.safetensors", adapter_state(live), live, config_of(kind))
     back: Any = read_adapter(file, kind)
     expected: Any = adapter_modules(adapter_state(live), config_of(kind))
     assert back.keys() == expected.keys()

@@ -53,10 +53,6 @@ def test_an_export_draws_squares_of_the_trained_area(size: tuple[int, int], expe
     assert config == {**CONFIG, "sample_size": expected}
 
 
-def test_a_model_without_facts_keeps_its_config() -> None:
-    assert ModelFacts().export_config(CONFIG) == CONFIG
-
-
 # --- checkpoints -----------------------------------------------------------------------------------
 
 
@@ -68,6 +64,8 @@ def test_facts_are_read_back(tmp_path: Path) -> None:
     facts = ModelFacts(1 / 12, (128, 96))
     assert ModelFacts.of(saved(tmp_path, model=facts.as_dict())) == facts
     assert ModelFacts.of(saved(tmp_path / "fewer", model={"shift": 2.0})) == ModelFacts(shift=2.0)
+    with pytest.raises(UserError, match="is damaged"):
+        ModelFacts.of(saved(tmp_path / "no table", model=7))
     with pytest.raises(UserError, match="by a later version, with a model whose width this one does not know"):
         ModelFacts.of(saved(tmp_path / "more", model={"width": 7}))
 
@@ -83,11 +81,6 @@ DAMAGED_VALUES = ({"shift": 0.0}, {"shift": 3}, {"flux_shift": 1}, {"sqrt_shift"
 def test_damaged_facts_are_refused(tmp_path: Path, values: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=f"{next(iter(values))} of its model is not a valid value"):
         ModelFacts.of(saved(tmp_path, model={**ModelFacts().as_dict(), **values}))
-
-
-def test_facts_that_are_no_table_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is damaged"):
-        ModelFacts.of(saved(tmp_path, model=7))
 
 
 def test_a_resumed_run_keeps_its_table(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

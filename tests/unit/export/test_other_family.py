@@ -19,14 +19,12 @@ from sd3_light.export.export_spec import AdapterSpec, ExportSpec
 from sd3_light.export.lora_file import read_lora, write_lora
 from sd3_light.export.lora_merge import denoiser_state, merge_loras
 from sd3_light.export.of_run import model_config
-from sd3_light.export.open_pipeline import open_pipeline
 from sd3_light.export.proof_process import packed, unpacked
 from sd3_light.model.adapter_layers import add_adapter, is_adapter_name
 from sd3_light.model.lora_layers import LoraModule
 from tests.families import make_denoiser
 from tests.stock import save_stock
 
-CPU = torch.device("cpu")
 WEIGHT = "transformer_blocks.0.attn.to_q.weight"
 
 
@@ -88,12 +86,6 @@ def test_an_incomplete_base_is_named(flux: Family, base: Path, trained: dict[str
     (tmp_path / "model_index.json").write_bytes((base / "model_index.json").read_bytes())
     with pytest.raises(UserError, match=r"lacks scheduler/scheduler_config.json, text_encoder/config.json, text_enc"):
         write_folder(tmp_path / "out", trained, spec(flux, tmp_path))
-
-
-def test_an_export_is_opened(exported: Path, flux: Family) -> None:
-    pipe, policy = open_pipeline(exported, CPU)
-    assert type(pipe) is FluxPipeline
-    assert policy.facts() == {"text_max_length": 48}
 
 
 def test_a_lora_is_exported_proven_and_merged(

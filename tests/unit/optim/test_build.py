@@ -312,14 +312,6 @@ def test_a_run_resumes_bit_for_bit_from_the_listed_state(kind: str, at: int) -> 
     assert_same(resumed.steps(at, at + 3).all(), unbroken.steps(at, at + 3).all())
 
 
-def test_adamw_state_is_two_float32_moments_and_a_float32_count() -> None:
-    toy = Toy().steps(0, 2)
-    state = toy.optimizer.state(MATRIX)
-    described = {kind: (value.dtype, tuple(value.shape)) for kind, value in state.items()}
-    float32 = torch.float32
-    assert described == {"step": (float32, ()), "exp_avg": (float32, (72, 60)), "exp_avg_sq": (float32, (72, 60))}
-
-
 def test_8_bit_state_keeps_its_dtypes() -> None:
     toy = Toy("adamw8bit").steps(0, 2)
     large = {key: (value.dtype, value.numel()) for key, value in toy.optimizer.state(MATRIX).items()}

@@ -206,8 +206,13 @@ def test_in_place_of_swaps_and_restores_bit_for_bit(track: str) -> None:
 def test_in_place_of_restores_after_changes_and_an_exception() -> None:
     live, tracks, before = shifted()
     shadow = {name: tensor.clone() for name, tensor in tracks.tracks[MAIN_TRACK].shadow.items()}
-    with pytest.raises(KeyboardInterrupt), tracks.in_place_of(MAIN_TRACK, live), torch.no_grad():
-        live["a"].zero_()
-        raise KeyboardInterrupt
+
+    def change_and_fail() -> None:
+        with tracks.in_place_of(MAIN_TRACK, live), torch.no_grad():
+            live["a"].zero_()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        change_and_fail()
     assert all(torch.equal(live[name].detach(), before[name]) for name in live)
     assert all(torch.equal(tracks.tracks[MAIN_TRACK].shadow[name], shadow[name]) for name in shadow)

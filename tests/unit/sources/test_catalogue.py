@@ -12,8 +12,7 @@ import pytest
 from sd3_light.sources import catalogue as module
 from sd3_light.sources import claims as claims_module
 from sd3_light.sources import decode, preprocess
-from sd3_light.sources.catalogue import Catalogue, make_sources, sample_location
-from sd3_light.sources.claims import Claims
+from sd3_light.sources.catalogue import sample_location
 from sd3_light.sources.decode import Probe, SampleLocation
 from sd3_light.sources.preprocess import Reject
 from sd3_light.sources.records import FileBytes
@@ -105,33 +104,6 @@ def test_rejects_are_stored_with_their_reasons(images: Path, cache: Path) -> Non
         assert rows["03.png"].detail == "starts with b'no image'"
         assert json.loads(rows["08.png"].image) == ["08.png"], "needed to show it on the inspect page"
         assert Counter(row.reason for row in rows.values() if row.reason) == Counter(expected.values())
-
-
-def test_equal_folder_names_get_distinct_labels(tmp_path: Path, cache: Path) -> None:
-    for folder in ("x/set", "y/set", "z/ünicode set"):
-        write_image(tmp_path / folder / "a.png")
-    directories = [directory(tmp_path / folder) for folder in ("x/set", "y/set", "z/ünicode set")]
-    sources = make_sources(directories)
-    assert [source.label for source in sources] == ["set#0", "set#1", "ünicode set#0"]
-    assert len({source.name for source in sources}) == 3
-    assert all(source.name.isascii() and "/" not in source.name and " " not in source.name for source in sources)
-    with open_catalogue(cache, *directories) as (catalogue, listings):
-        catalogue.probe_images(listings, 0, ignore)
-        keys = [row.key for listing in listings for part in listing.parts for row in catalogue.rows(part)]
-    assert keys == ["set#0/a.png", "set#1/a.png", "ünicode set#0/a.png"]
-    assert [source.label for source in make_sources(directories[::-1])] == ["ünicode set#0", "set#0", "set#1"]
-
-
-def test_progress_counts_all_rows_and_rejected_ones_too(images: Path, cache: Path) -> None:
-    (images / "08.txt").unlink()
-    listed: list[int] = []
-    probed: list[int] = []
-    with Claims(cache / "claims") as claims:
-        catalogue = Catalogue(cache, claims)
-        listings = catalogue.refresh(make_sources([directory(images)]), listed.append)
-        assert catalogue.count_unprobed(listings) == COUNT
-        catalogue.probe_images(listings, 0, probed.append)
-    assert (sum(listed), sum(probed)) == (COUNT, COUNT)
 
 
 # --- unchanged and changed inputs ----------------------------------------------------------------
