@@ -87,9 +87,11 @@ def test_a_number_set_contains_exactly_the_added_numbers() -> None:
     random = np.random.default_rng(0)
     known, others = np.split(random.permutation(1 << 16), 2)
     with SortedArray(np.int64) as numbers:
-        assert not numbers.contains([0, 1]).any()
         for chunk in np.array_split(known, 7):
             numbers.add(chunk)
         assert numbers.contains(known).all()
         assert not numbers.contains(others).any()
         assert numbers.contains([others[0], known[0], -1, 1 << 62]).tolist() == [False, True, False, False]
+    with SortedArray(np.int64) as empty:
+        empty.add([])
+        assert not empty.contains([0, 1]).any()
