@@ -169,9 +169,6 @@ def test_a_full_disk_is_reported_in_one_line_and_leaves_a_valid_cache(
     assert_valid(fresh_project)
 
 
-# --- waiting for other processes -----------------------------------------------------------------
-
-
 def test_a_rank_encodes_unclaimed_units_then_waits_for_the_manifest(
     fresh_project: Project, cached_project: Project
 ) -> None:

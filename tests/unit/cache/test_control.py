@@ -74,9 +74,6 @@ def save_depth_model(folder: Path, **keys: Any) -> Path:
     return folder
 
 
-# --- edges -----------------------------------------------------------------------------------------
-
-
 def test_every_image_gets_its_edges_and_the_dataset_finds_them(images: Path) -> None:
     (result,) = control.run(images, EDGES)
     folder = images.with_name("images-edges")
@@ -171,9 +168,6 @@ def test_odd_images_have_the_edges_of_what_is_trained_on(images: Path, tmp_path:
     assert page.count("<article") == len(shown)
 
 
-# --- depth ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("kind", "sign"), [("relative", 1), ("metric", -1)])
 def test_near_is_white(images: Path, tmp_path: Path, kind: str, sign: int) -> None:
     keys = {"depth_estimation_type": kind, "max_depth": 20} if kind == "metric" else {}
@@ -208,9 +202,6 @@ def test_an_image_whose_depth_is_not_finite_is_listed(
     (result,) = control.run(images, ControlOptions("depth", str(model)))
     assert result.written.written == 0
     assert {reason.split(":")[0] for reason in result.written.rejects.values()} == {"not_finite"}
-
-
-# --- the command ------------------------------------------------------------------------------------
 
 
 def test_the_command_says_what_to_write_in_the_dataset(images: Path, tmp_path: Path) -> None:

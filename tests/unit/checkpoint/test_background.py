@@ -24,9 +24,6 @@ def pieces(value: float, count: int = 6) -> list[TensorPiece]:
     return [TensorPiece("param/w", values, 0, (count,)), TensorPiece("step/w", values[:1].clone(), 0, ())]
 
 
-# --- copies ------------------------------------------------------------------------------------
-
-
 def test_copies_do_not_change_with_the_live_memory() -> None:
     live = torch.arange(12.0).view(3, 4)
     (copy,) = HostBuffers().copy([TensorPiece("param/w", live.view(-1)[4:], 4, (3, 4))])
@@ -81,9 +78,6 @@ def test_blocks_are_reused_and_surplus_blocks_freed(monkeypatch: pytest.MonkeyPa
     assert len(copies._blocks) == 1
 
 
-# --- the worker thread -------------------------------------------------------------------------
-
-
 def test_jobs_run_in_order_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     worker, gate, calls, now = BackgroundWorker(), threading.Event(), list[Any](), [10.0]
     monkeypatch.setattr(background, "time", SimpleNamespace(perf_counter=lambda: now[0]))
@@ -135,9 +129,6 @@ def test_close_waits_and_keeps_the_results() -> None:
     assert "closing" not in [thread.name for thread in threading.enumerate()]
     with pytest.raises(AssertionError):
         worker.submit("late", lambda: None)
-
-
-# --- the keeper --------------------------------------------------------------------------------
 
 
 def test_a_save_captures_the_state_at_that_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,9 +39,6 @@ def saved(tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path, 1, tensors, {"words": "größer"})
 
 
-# --- round trip --------------------------------------------------------------------------------
-
-
 def test_every_dtype_round_trips_bit_for_bit(tmp_path: Path) -> None:
     awkward = [0.0, -0.0, 1e-45, 3.4e38, float("inf"), float("-inf"), 1 / 3]
     tensors: dict[str, Tensor] = {
@@ -128,9 +125,6 @@ def test_consecutive_pieces_read_a_range_once(
     assert torch.equal(target, full)
 
 
-# --- into live memory --------------------------------------------------------------------------
-
-
 def test_pieces_and_replicas_are_filled_in_their_own_dtype(saved: Path) -> None:
     weight = torch.nn.Parameter(torch.zeros(3, 5))
     half = torch.zeros(3, 5, dtype=torch.bfloat16)
@@ -160,9 +154,6 @@ def test_a_missing_tensor_and_a_wrong_shape_are_reported(saved: Path) -> None:
     with pytest.raises(UserError, match="no tensor ema/w"):
         checkpoint.tensor("ema/w")
     assert not target.any()
-
-
-# --- damage ------------------------------------------------------------------------------------
 
 
 def read_error(folder: Path) -> str | None:

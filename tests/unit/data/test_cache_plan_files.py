@@ -148,9 +148,6 @@ def test_a_living_planner_is_waited_for(images: Path, cache: Path, monkeypatch: 
     assert len(waits) == 1
 
 
-# --- many samples --------------------------------------------------------------------------------
-
-
 def write_listing(catalogue: Catalogue, config: DirectoryConfig, parts: int, rows: int) -> Listing:
     """Write a catalogue of invented probed rows: ``parts`` parts of ``rows`` rows."""
     (source,) = make_sources([config])

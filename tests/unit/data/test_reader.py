@@ -68,9 +68,6 @@ def test_a_file_truncated_after_opening_is_an_error(shard: tuple[Path, ShardEntr
         reader.images(3, 0)
 
 
-# --- files that are not shards of this cache ---------------------------------------------------
-
-
 def rewritten(path: Path, change: Callable[[dict[str, torch.Tensor]], None], **about: object) -> int:
     """Change the tensors of a shard on disk and return its new size."""
     tensors = load_file(path)

@@ -32,9 +32,6 @@ def join(prefetcher: ShardPrefetcher) -> None:
         thread.join()
 
 
-# --- the queue --------------------------------------------------------------------------------
-
-
 def test_urgent_shards_are_fetched_first_and_each_once() -> None:
     fetched: list[str] = []
     started, go = threading.Event(), threading.Event()
@@ -114,9 +111,6 @@ def test_a_forked_or_spawned_process_continues_with_its_own_threads() -> None:
     assert not copy.threads
     fetch.go.set()
     join(prefetcher)
-
-
-# --- with a cache at a URL --------------------------------------------------------------------
 
 
 class Downloads:

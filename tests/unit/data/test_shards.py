@@ -50,9 +50,6 @@ def test_the_precision_is_recorded_unless_it_is_float32(tmp_path: Path, content:
             assert json.loads(file.metadata()["shard"]).get("vae_dtype") == expected
 
 
-# --- round trip ----------------------------------------------------------------------------------
-
-
 def test_every_tensor_round_trips(tmp_path: Path, content: ShardContent) -> None:
     entry = written(tmp_path, content)
     path = tmp_path / entry.file
@@ -107,9 +104,6 @@ def test_a_shard_has_the_tensors_of_its_columns(tmp_path: Path, content: ShardCo
     assert os.listdir(tmp_path) == []
 
 
-# --- atomic --------------------------------------------------------------------------------------
-
-
 def full(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
@@ -148,9 +142,6 @@ def test_a_shard_that_does_not_fit_on_the_disk_is_reported(
     with pytest.raises(UserError, match=rf"cannot write {tmp_path / 'a.safetensors'}: .*No space left"):
         written(tmp_path, content)
     assert os.listdir(tmp_path) == []
-
-
-# --- manifest ------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -52,9 +52,6 @@ def spec(**fields: Any) -> ExportSpec:
     return ExportSpec(**{"family": SD3, "base": DEMO, "transformer_config": TINY, **fields})
 
 
-# --- the proof of an adapter -------------------------------------------------------------------
-
-
 def test_a_base_that_is_read_layer_by_layer_computes_the_same_bits(base: Path) -> None:
     inputs = SD3.files.denoiser_inputs(TINY, base)
     for dtype in (torch.float32, torch.bfloat16):
@@ -96,9 +93,6 @@ def test_only_the_layer_that_computes_has_its_weights_in_memory(base: Path) -> N
     proof_process.denoise(model, SD3.files.denoiser_inputs(TINY, base), {LAYER: look}, read)
     assert held == [{f"{LAYER}.weight", f"{LAYER}.bias"}]
     assert in_memory() == set()
-
-
-# --- full models --------------------------------------------------------------------------------
 
 
 def test_weights_on_demand_are_asked_for_once_and_not_kept() -> None:
@@ -198,9 +192,6 @@ def test_a_merge_on_demand_has_the_weights_of_a_merge() -> None:
     assert list(lazy) == list(whole)
     assert all(torch.equal(lazy[name], whole[name]) for name in whole)
     assert not torch.equal(whole[f"{LAYER}.weight"], merge_loras(DEMO, [])[f"{LAYER}.weight"])
-
-
-# --- measured -----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -52,9 +52,6 @@ def lora(rank: int = 4, seed: int = 0) -> dict[str, LoraModule]:
     }
 
 
-# --- merging -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("options", [{}, {"use_rslora": True}, {"use_dora": True}], ids=["alpha", "rslora", "dora"])
 def test_merging_equals_pefts(base: State, options: dict[str, bool]) -> None:
     peft_model = get_peft_model(model_of(base), LoraConfig(r=4, lora_alpha=6, target_modules=list(TARGETS), **options))
@@ -104,9 +101,6 @@ def test_a_lora_of_another_model_is_named(base: State) -> None:
         merge_loras(base, [({"transformer_blocks.7.attn.to_q": lora()[Q]}, 1.0)])
     with pytest.raises(UserError, match=rf"LoRA's {Q} has shape \[512, 128\], the model's weight \[128, 128\]"):
         merge_loras(base, [({Q: lora()[MLP]}, 1.0)])
-
-
-# --- extracting ----------------------------------------------------------------------------------
 
 
 def test_a_difference_of_that_rank_is_extracted_exactly(base: State) -> None:

@@ -53,9 +53,6 @@ def test_an_export_draws_squares_of_the_trained_area(size: tuple[int, int], expe
     assert config == {**CONFIG, "sample_size": expected}
 
 
-# --- checkpoints -----------------------------------------------------------------------------------
-
-
 def saved(folder: Path, **facts: Any) -> Checkpoint:
     return open_checkpoint(write_checkpoint(folder, 1, {"param/w": torch.zeros(1)}, facts))
 

@@ -135,9 +135,6 @@ def test_a_padded_model_made_from_a_real_one_does_not_inherit_its_pipeline(
     assert "t5_max_length" not in json.loads((out / "model_index.json").read_text())
 
 
-# --- the proof ---------------------------------------------------------------------------------
-
-
 def test_the_proof_uses_the_folders_pipeline(
     exports: dict[tuple[str, str], Path], demo_parts: Path, tmp_path: Path
 ) -> None:
@@ -154,9 +151,6 @@ def test_the_proof_uses_the_folders_pipeline(
     (unmasked / "pipeline.py").write_text(source.replace("attn_mask=mask", "attn_mask=None"))
     with pytest.raises(ProofError, match="an image of the reloaded pipeline differs by"):
         prove(unmasked, real_spec, expectation(unmasked, real_spec, weights))
-
-
-# --- the class ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -227,9 +221,6 @@ def test_options_that_training_did_not_use_are_refused(exports: dict[tuple[str, 
     with pytest.raises(ValueError, match="trained with zeros as its unconditional text"):
         zero(PROMPTS[0], negative_prompt="a blue square", **SETTINGS)
     zero(PROMPTS[:1], negative_prompt=[""], **{**SETTINGS, "num_inference_steps": 1})
-
-
-# --- the card's code ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("tokens", "uncond"), [("padded", "empty"), ("padded", "zero"), ("real", "zero")])

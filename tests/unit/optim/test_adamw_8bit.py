@@ -82,9 +82,6 @@ def test_second_moments_follow_gradients_of_another_size(factor: float) -> None:
     assert (stored / exact).log().std() < 0.2
 
 
-# --- the kernel, on a CPU emulation of Triton --------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[ModuleType]:
     emulation = load_module("small_triton", Path(__file__).parents[1] / "families/sd3/fast/small_triton.py")

@@ -43,9 +43,6 @@ def assert_average(track: Track, history: dict[str, list[np.ndarray]], profile: 
         np.testing.assert_allclose(track.shadow[name].numpy(), expected, rtol=2e-6, atol=2e-6)
 
 
-# --- constant decay after a ramp --------------------------------------------------------------
-
-
 def ramped(decay: float, updates: int) -> list[float]:
     """The decays of the first updates."""
     return [min(decay, (1 + done) / (10 + done)) for done in range(updates)]
@@ -103,9 +100,6 @@ def test_a_bfloat16_model_has_a_float32_average_that_moves() -> None:
     torch.testing.assert_close(shadow["a"] - start, 100 * step_sized, rtol=0.02, atol=1e-5)
 
 
-# --- power functions --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("every", [1, 5])
 @pytest.mark.parametrize("width", [0.03, 0.1, 0.25])
 def test_a_power_function_in_closed_form(every: int, width: float) -> None:
@@ -123,8 +117,6 @@ def test_a_power_function_in_closed_form(every: int, width: float) -> None:
     assert sum(map(profile, range(64))) == pytest.approx(1, abs=1e-12)
     assert_average(tracks.tracks["p"], history, profile)
 
-
-# --- several tracks ---------------------------------------------------------------------------
 
 THREE = (
     {"name": "slow", "decay": 0.99},
@@ -159,9 +151,6 @@ def test_disabled_averages_hold_nothing() -> None:
     none = Averages(weights(), EmaConfig(enable=False))
     none.update(weights(), 100)
     assert (none.tracks, none.decays(100)) == ({}, {})
-
-
-# --- weights and averages ------------------------------------------------------------------
 
 
 def test_tracks_start_as_copies() -> None:

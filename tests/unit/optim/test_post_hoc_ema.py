@@ -115,9 +115,6 @@ def test_updates_every_few_steps() -> None:
     assert distance(coarse.rebuilt(0.07, last), coarse.directly(0.07, last)) < 0.01
 
 
-# --- the fit ----------------------------------------------------------------------------------
-
-
 def snapshots(count: int, widths: tuple[float, ...] = (0.05, 0.10), dtype: str = "float16") -> list[Snapshot]:
     steps = [1000 * number for number in range(1, count + 1)]
     return [Snapshot(step, f"{width}", step, gamma_from_sigma_rel(width), dtype) for step in steps for width in widths]
@@ -183,9 +180,6 @@ def test_combine_holds_one_tensor_of_one_snapshot_at_a_time() -> None:
     assert (name, tensor.tolist(), reads) == ("a", [6.5, 6.5], [(1, "a"), (3, "a")])
     next(stream)
     assert [name for _, name in reads] == ["a", "a", "b", "b"]
-
-
-# --- snapshots ---------------------------------------------------------------------
 
 
 def test_snapshots_are_of_power_functions_only() -> None:

@@ -74,9 +74,6 @@ def test_an_unknown_schedule_is_rejected() -> None:
         rate("exponential", 1)
 
 
-# --- the cool-down ------------------------------------------------------------------------------
-
-
 def test_a_cool_down_is_a_line_to_the_end_of_the_run() -> None:
     """The first of its steps is at the full rate, and 0 would follow the last."""
     rates = curve("constant", 100, cooldown=20)

@@ -116,9 +116,6 @@ def test_a_file_deleted_since_the_probe_is_unreadable(tmp_path: Path) -> None:
     assert decode_images([task])[0].reason == "unreadable"
 
 
-# --- masks ---------------------------------------------------------------------------------------
-
-
 def test_a_mask_has_latent_size_and_the_crop_of_its_image(tmp_path: Path) -> None:
     image, mask = save(noise(size=(64, 48)), "PNG"), save(halves("L", 255, 0, (128, 96)), "PNG")
     result = decoded(write_sample(tmp_path, image, mask))
@@ -169,9 +166,6 @@ def test_only_the_mask_is_read_for_an_image_that_is_copied(tmp_path: Path) -> No
     (tmp_path / "mask").write_bytes(save(halves("L", 0, 255, (128, 96)), "PNG"))
     (result,) = decode_images([DecodeTask(location, probe, BUCKET, copied=("image",))])
     assert result.reason == "changed_meanwhile"
-
-
-# --- the process ---------------------------------------------------------------------------------
 
 
 def test_workers_do_not_import_torch() -> None:

@@ -26,8 +26,6 @@ from tests.unit.sources.inputs import (
     write_tar,
 )
 
-# --- folders -----------------------------------------------------------------------------------
-
 
 def test_folders_are_walked_in_sorted_order(tmp_path: Path) -> None:
     root = write_files(
@@ -105,9 +103,6 @@ def test_missing_paths_are_user_errors_before_the_first_sample(tmp_path: Path) -
         scan(directory(tmp_path / "x.zip"), 0)
 
 
-# --- captions ----------------------------------------------------------------------------------
-
-
 def test_shuffles_keep_the_prefix_and_the_tags(tmp_path: Path) -> None:
     tags = "a, b, c, d, e, f"
     here = directory(tmp_path, caption_prefix="art, ", cache_shuffle_num=8)
@@ -154,9 +149,6 @@ def test_tags_on_separate_lines_are_preserved(tmp_path: Path) -> None:
     assert captions(scan_items(root)) == {"a.jpg": ("red fox snow",)}
 
 
-# --- keys and subsamples -----------------------------------------------------------------------
-
-
 def test_directories_of_one_name_have_different_keys(tmp_path: Path) -> None:
     for place in ("x/set", "y/set", "y/set#0", "y/other"):
         write_files(tmp_path / place, {"a.jpg": png(), "a.txt": "a"})
@@ -186,9 +178,6 @@ def test_rows_outside_the_subsample_are_not_missing(tmp_path: Path) -> None:
     items = scan_items(root, subsample_ratio=0.3)
     assert 5 < len(items) < 35
     assert rejects(items) == {}
-
-
-# --- masks -------------------------------------------------------------------------------------
 
 
 def masks(items: Iterable[Record | Rejected]) -> dict[str, str | None]:

@@ -16,8 +16,6 @@ from sd3_light.sources.records import Record, Rejected
 from sd3_light.sources.scan import scan
 from tests.unit.sources.inputs import captions, directory, png, rejects, scan_items, structs, write_files, write_tar
 
-# --- tars --------------------------------------------------------------------------------------
-
 
 def test_tars_as_img2dataset_writes_them(tmp_path: Path) -> None:
     for shard in ("00001", "00000"):
@@ -102,9 +100,6 @@ def test_a_tar_that_shrinks_is_rejected_when_read(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:520])
     with pytest.raises(Reject, match="truncated"):
         item.image.read()
-
-
-# --- Parquet -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -193,9 +188,6 @@ def _reject(item: Record | Rejected) -> Reject:
     with pytest.raises(Reject) as caught:
         item.image.read()
     return caught.value
-
-
-# --- configured columns -----------------------------------------------------------------------
 
 
 def test_tars_read_the_configured_key_of_their_json(tmp_path: Path) -> None:

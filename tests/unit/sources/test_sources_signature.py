@@ -16,8 +16,6 @@ from sd3_light.sources.scan import scan
 from sd3_light.sources.signature import signature
 from tests.unit.sources.inputs import directory, png, structs, write_files, write_tar
 
-# --- locations --------------------------------------------------------------------------------
-
 NOT_UTF8 = os.fsdecode(b"caf\xe9.jpg")
 LOCATIONS = [
     (FileBytes("/data/set/sub/a.jpg"), '["sub/a.jpg"]'),
@@ -82,9 +80,6 @@ def test_versions_follow_the_file(tmp_path: Path) -> None:
     for location in (item.image, FileBytes(str(path)), ParquetCell(str(path), "image", 0, 0)):
         with pytest.raises(Reject, match="unreadable"):
             file_version(location.path)
-
-
-# --- signatures -------------------------------------------------------------------------------
 
 
 @pytest.fixture

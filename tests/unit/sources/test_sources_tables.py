@@ -115,8 +115,6 @@ def test_csv_rows_are_found_anywhere_in_a_long_table(tmp_path: Path) -> None:
     assert captions(scan_items(root)) == {name: (" ".join(text.split()),) for name, text in expected.items()}
 
 
-# --- configured columns -----------------------------------------------------------------------
-
 COLUMN_ROWS = [{"file": "wrong.jpg", "Photo": f"{name}.jpg", "text": "wrong", "alt": name} for name in "ab"]
 COLUMN_TABLES = {
     "csv": lambda rows: "\n".join(",".join(row) for row in [list(rows[0]), *(row.values() for row in rows)]),
@@ -193,9 +191,6 @@ def test_an_exact_column_name_wins(tmp_path: Path) -> None:
     root = write_files(tmp_path, {"a.jpg": png(), "metadata.jsonl": json.dumps(row)})
     assert captions(scan_items(root, caption_column="Caption")) == {"a.jpg": ("upper",)}
     assert captions(scan_items(root, caption_column="caption")) == {"a.jpg": ("lower",)}
-
-
-# --- long and broken tables -------------------------------------------------------------------
 
 
 def test_the_limit_of_csv_cells(tmp_path: Path) -> None:

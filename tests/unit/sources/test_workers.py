@@ -126,8 +126,6 @@ def test_an_exception_in_the_work_is_raised(count: int) -> None:
         assert list(workers.map(BATCHES[2:])) == DOUBLED[2:], "the processes still work"
 
 
-# --- the end -------------------------------------------------------------------------------------
-
 _turns = FORK.Semaphore(0)
 
 
