@@ -315,17 +315,15 @@ def test_similar_images_are_dropped_on_request_with_any_number_of_workers(scenes
 
 def test_thumbnails_are_made_when_they_are_first_needed(scenes: Path, cache: Path) -> None:
     """A change of `duplicates` probes the images again; the other settings' catalogue stays valid."""
-    assert len(selected(plan_for(cache, scenes))) == 9
-    assert len(selected(plan_for(cache, [directory(scenes, duplicates="drop_similar")]))) == 6
-    assert len(selected(plan_for(cache, scenes))) == 9
-
-
-def test_a_missing_list_of_duplicates_is_written_again(scenes: Path, cache: Path) -> None:
     plan = plan_for(cache, scenes)
-    expected = plan.duplicates_file.read_bytes()
-    assert expected
+    assert len(selected(plan)) == 9
+    assert len(selected(plan_for(cache, [directory(scenes, duplicates="drop_similar")]))) == 6
+    listed = plan.duplicates_file.read_bytes()
+    assert listed
     plan.duplicates_file.unlink()
-    assert plan_for(cache, scenes).duplicates_file.read_bytes() == expected
+    again = plan_for(cache, scenes)
+    assert len(selected(again)) == 9
+    assert again.duplicates_file.read_bytes() == listed, "a missing list is written again"
 
 
 def test_a_different_shuffle_delimiter_renames_the_unit(images: Path, cache: Path) -> None:

@@ -66,19 +66,6 @@ def test_permutation_is_a_bijection(size: int) -> None:
     assert sorted(permuted(size, size).tolist()) == list(range(size))
 
 
-def test_permutation_of_ten_million_needs_no_table() -> None:
-    size = 10_000_000
-    positions = np.arange(0, size, 9973)
-    tracemalloc.start()
-    result = permuted(size, 1, positions)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert len(set(result.tolist())) == len(positions)
-    assert (result >= 0).all()
-    assert (result < size).all()
-    assert peak < 2_000_000, "a table of ten million would take 80 MB"
-
-
 def test_permutations_of_several_sizes_and_keys_at_once() -> None:
     sizes, keys = np.array([5, 1000, 5, 77, 1]), np.array([1, 2, 3, 1, 9], dtype=np.uint64)
     positions = np.array([4, 900, 4, 5, 0])

@@ -24,16 +24,6 @@ def share(rank: int) -> tuple[int, int]:
     return rank_slice(RANKS * MICRO, rank, RANKS, 0, 1)
 
 
-def test_an_order_of_a_billion_samples_needs_memory_per_shard_only() -> None:
-    tracemalloc.start()
-    made = build_order(3, [([Segment(SHARD)] * (SAMPLES // SHARD), RANKS * MICRO)])
-    for step in (0, made.steps_per_epoch, 2 * made.steps_per_epoch, 3 * made.steps_per_epoch):
-        made.picks(step, *share(700))
-    held, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert held < 160 * SAMPLES // SHARD, "five arrays, and three per current epoch"
-
-
 @pytest.mark.parametrize("window", [1, 4, 16])
 @pytest.mark.parametrize("step", [0, 500, 1561, 1562])  # the last is half padding
 def test_a_rank_prefetches_its_own_shards_only(step: int, window: int) -> None:

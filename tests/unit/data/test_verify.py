@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import pickle
 import signal
 import tempfile
 from collections import Counter
@@ -73,14 +72,6 @@ def test_processes_of_one_launch_share_the_work(folder: Path, log: Callable[[], 
     assert run(lambda: verifier(folder, launched=True).require(shard_files(folder)), 4) == [0] * 4
     assert sorted(log().values()) == [1, 1, 1]
     assert len(marker_folders(folder)) == 1
-
-
-def test_workers_share_the_markers_of_their_rank(folder: Path, log: Callable[[], Counter[str]]) -> None:
-    rank = verifier(folder)
-    assert run(lambda: rank.require(shard_files(folder)), 3) == [0] * 3
-    rank.require(shard_files(folder))
-    pickle.loads(pickle.dumps(rank)).require(shard_files(folder))
-    assert sorted(log().values()) == [1, 1, 1]
 
 
 def test_a_copy_of_the_cache_is_verified_separately(folder: Path, log: Callable[[], Counter[str]]) -> None:

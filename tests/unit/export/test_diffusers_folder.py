@@ -157,17 +157,6 @@ def test_an_export_that_fails_its_proof_is_not_published(
     assert os.listdir(tmp_path) == ["out"], "nothing half-written remains"
 
 
-def test_a_complete_export_replaces_an_earlier_one(
-    tmp_path: Path, demo_parts: Path, state: State, unproven: None
-) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "stale").touch()
-    assert write_folder(out, state, spec(demo_parts)) == out
-    assert (out / "model_index.json").is_file()
-    assert not (out / "stale").exists()
-
-
 # --- written files -----------------------------------------------------------------------------
 
 
@@ -255,16 +244,18 @@ def test_a_changed_frozen_part_is_not_linked_to_an_earlier_export(
     assert (second / "vae" / "config.json").read_bytes() == (base / "vae" / "config.json").read_bytes()
 
 
-def test_leftovers_of_a_killed_process_are_removed(
+def test_an_earlier_export_is_replaced_and_leftovers_of_a_killed_process_are_removed(
     tmp_path: Path, demo_parts: Path, state: State, unproven: None
 ) -> None:
     dead = subprocess.Popen(["true"])
     dead.wait()
     killed, running = (f"{machine()}~{pid}~0.tmp" for pid in (dead.pid, os.getpid()))
-    for name in (f".out.{killed}", f".out.{running}", f".other.{killed}"):
-        (tmp_path / name / "vae").mkdir(parents=True)
-    write_folder(tmp_path / "out", state, spec(demo_parts))
+    for name in (f".out.{killed}", f".out.{running}", f".other.{killed}", "out"):
+        (tmp_path / name / "stale").mkdir(parents=True)
+    assert write_folder(tmp_path / "out", state, spec(demo_parts)) == tmp_path / "out"
     assert sorted(os.listdir(tmp_path)) == sorted([f".other.{killed}", f".out.{running}", "out"])
+    assert (tmp_path / "out" / "model_index.json").is_file()
+    assert not (tmp_path / "out" / "stale").exists()
 
 
 def test_a_full_disk_keeps_the_earlier_export(

@@ -161,8 +161,3 @@ def test_an_object_of_another_length_is_damaged(store: ObjectStore, tmp_path: Pa
     received = f"{len(data)} bytes" if change < 0 else f"more than {len(DATA)} bytes"
     with pytest.raises(UserError, match=f"is damaged: expected {len(DATA)} bytes .* received {received}"):
         fetch(store, tmp_path)
-
-
-def test_ranges_are_read_once(store: ObjectStore, tmp_path: Path) -> None:
-    assert fetch(store, tmp_path) == DATA
-    assert Counter(store.requests) == {("GET", "/ranges/shard"): COUNT}
