@@ -146,7 +146,8 @@ DATASET_REJECTED = (
     "shuffle_metadata = false",
 )
 UPSTREAM_FAMILIES = """sdxl flux ltx-video hunyuan-video cosmos lumina_2 wan chroma hidream cosmos_predict2 omnigen2
-    qwen_image hunyuan_image auraflow z_image hunyuan_video_15 flux2 anima ernie_image ltx2 ideogram4 krea2 minimax_h3"""
+    qwen_image hunyuan_image auraflow z_image hunyuan_video_15 flux2 anima ernie_image ltx2 ideogram4 krea2
+    minimax_h3"""
 
 
 def rows(lines: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:
