@@ -42,7 +42,7 @@ from tests.project import Project
 from tests.stock_project import LORA, write_project
 from tests.unit.families import test_stock_cache as caches
 from tests.unit.families.test_stock_families import SEED, Tiny
-from tests.unit.families.test_stock_training import run, tensors
+from tests.unit.families.test_stock_training import run, same, tensors
 
 NAME = "flux_kontext"
 
@@ -330,8 +330,7 @@ def test_a_run_resumes_exactly_from_shards_and_from_memory(
     whole = tensors(run(project, "whole", *keys) / last)
     run(project, "parts", "max_steps=2", *keys)
     resumed = tensors(run(project, "parts", 'cache_residence="host"', *keys, resume=Resume()) / last)
-    assert whole.keys() == resumed.keys()
-    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+    assert same(whole, resumed)
     others = tensors(run(project, "kept") / last)
     assert any(not torch.equal(tensor, others[name]) for name, tensor in whole.items())
 

@@ -26,6 +26,7 @@ from sd3_light.system import Gpu
 from tests.project import Project
 
 FAMILIES = ["flux", "flux2", "krea2", "prx", "qwen_image", "sana", "z_image"]
+Faults = Callable[..., list[tuple[str, str]]]
 GPU = (Gpu("a GPU", 24 * 2**30),)
 TRAIN = """
 output_dir = "run"
@@ -53,7 +54,7 @@ def written(folder: Path, images: Path, model: Path, top: str = "", keys: str = 
 
 
 @pytest.fixture
-def faults(tmp_path: Path, raw_project: Project) -> Callable[..., list[tuple[str, str]]]:
+def faults(tmp_path: Path, raw_project: Project) -> Faults:
     """Return a function that returns key and problem of all faults."""
 
     def find(model: Path, top: str = "", keys: str = "") -> list[tuple[str, str]]:
@@ -155,20 +156,12 @@ def test_guidance_without_text_dropout_is_named_where_it_compares(
         assert family.no_guidance(family.weights.start(loaded.train.model)) == off
 
 
-def test_a_negative_prompt_needs_a_denoiser_that_runs_twice(
-    flux: Path, faults: Callable[..., list[tuple[str, str]]]
-) -> None:
+def test_a_negative_prompt_needs_a_denoiser_that_runs_twice(flux: Path, faults: Faults) -> None:
     keys = "[sampling]\nprompts = ['a']\nevery_n_steps = 2\nnegative_prompt = 'blurred'"
     problem = "this denoiser takes guidance as a number and no negative prompt"
     assert faults(flux, "", keys) == [("sampling.negative_prompt", problem)]
     set_json(flux / "transformer/config.json", guidance_embeds=False)
     assert faults(flux, "", keys) == []
-
-
-def test_random_weights_are_only_for_sd3(tmp_path: Path, raw_project: Project, flux: Path) -> None:
-    for kind in ("pretrain", "icons"):
-        with pytest.raises((UserError, ConfigFaults), match="Flux"):
-            new.run(kind, str(raw_project.images), str(flux), tmp_path / kind)
 
 
 def test_flux_dev_costs_what_it_is_known_to(flux: Path) -> None:
@@ -198,7 +191,7 @@ def test_flux_dev_costs_what_it_is_known_to(flux: Path) -> None:
 # --- faults --------------------------------------------------------------------------------------
 
 
-def test_missing_parts_are_named_one_by_one(flux: Path, faults: Callable[..., list[tuple[str, str]]]) -> None:
+def test_missing_parts_are_named_one_by_one(flux: Path, faults: Faults) -> None:
     assert faults(flux) == []
     (flux / "vae/diffusion_pytorch_model.safetensors").unlink()
     shutil.rmtree(flux / "tokenizer_2")
@@ -226,7 +219,7 @@ def test_missing_parts_are_named_one_by_one(flux: Path, faults: Callable[..., li
 def test_missing_folders_are_one_fault(
     tmp_path: Path,
     tiny_folder: Callable[[str], Path],
-    faults: Callable[..., list[tuple[str, str]]],
+    faults: Faults,
     name: str,
     parts: list[str],
 ) -> None:
@@ -244,7 +237,7 @@ def test_missing_folders_are_one_fault(
 def test_a_denoiser_without_its_pipeline_is_one_fault(
     tmp_path: Path,
     tiny_folder: Callable[[str], Path],
-    faults: Callable[..., list[tuple[str, str]]],
+    faults: Faults,
     name: str,
     keys: str,
 ) -> None:
@@ -260,15 +253,13 @@ def test_a_denoiser_without_its_pipeline_is_one_fault(
         assert len(faults(model, "", f'type = "{name}"\n{keys}')) == 1
 
 
-def test_a_denoiser_elsewhere_is_enough(
-    tmp_path: Path, tiny_folder: Callable[[str], Path], faults: Callable[..., list[tuple[str, str]]]
-) -> None:
+def test_a_denoiser_elsewhere_is_enough(tmp_path: Path, tiny_folder: Callable[[str], Path], faults: Faults) -> None:
     folder = Path(shutil.copytree(tiny_folder("qwen_image"), tmp_path / "model"))
     denoiser = (folder / "transformer").rename(tmp_path / "denoiser")
     assert faults(folder, "", f'init = "{denoiser}"') == []
 
 
-def test_keys_of_sd3_are_refused_all_at_once(flux: Path, faults: Callable[..., list[tuple[str, str]]]) -> None:
+def test_keys_of_sd3_are_refused_all_at_once(flux: Path, faults: Faults) -> None:
     keys = 't5_max_length = 12\ntext_tokens = "real"\nuncond_text = "zero"\ntext_recon_gamma = 0.5\nqk_norm = true'
     top = "fast = true\nfp8 = true\npipeline_stages = 2"
     found = dict(faults(flux, top, keys))
@@ -278,14 +269,9 @@ def test_keys_of_sd3_are_refused_all_at_once(flux: Path, faults: Callable[..., l
     assert found["pipeline_stages"] == "Flux has no pipeline stages"
     assert found["fast"] == "Flux has no fast blocks"
     assert faults(flux, "", 'uncond_text = "empty"\nuncond_text_dropout = "joint"') == []
-
-
-def test_keys_of_sd3_are_refused_with_their_default_values_too(
-    flux: Path, faults: Callable[..., list[tuple[str, str]]]
-) -> None:
     for line in ("t5_max_length = 256", 'text_tokens = "padded"', 'uncond_text_dropout = "per_encoder"'):
         ((key, problem),) = faults(flux, "", line)
-        assert key == f"model.{line.partition(' ')[0]}"
+        assert key == f"model.{line.partition(' ')[0]}", "with its default value, too"
         assert problem.startswith("Flux does not know this key: ")
 
 
@@ -302,15 +288,13 @@ def test_the_saved_config_of_a_run_is_accepted(tmp_path: Path, raw_project: Proj
     assert check.load(saved, ["max_steps=5"]).train.max_steps == 5
 
 
-def test_keys_of_other_families_are_refused_by_sd3(
-    raw_project: Project, faults: Callable[..., list[tuple[str, str]]]
-) -> None:
+def test_keys_of_other_families_are_refused_by_sd3(raw_project: Project, faults: Faults) -> None:
     keys = 'train_type = "sd3_light_pretrain"\nsize = "tiny2"\nt5_max_length = 12\nguidance = 1.0\ntext_max_length = 9'
     found = dict(faults(raw_project.model, "", keys))
     assert set(found) == {"model.guidance", "model.text_max_length"}
 
 
-def test_numbers_that_do_not_fit_are_named(flux: Path, faults: Callable[..., list[tuple[str, str]]]) -> None:
+def test_numbers_that_do_not_fit_are_named(flux: Path, faults: Faults) -> None:
     (fault,) = faults(flux, "", "text_max_length = 400")
     assert fault == ("model.text_max_length", "its tokenizer accepts at most 16 tokens")
     set_json(flux / "transformer/config.json", in_channels=96, guidance_embeds=False)
@@ -322,7 +306,7 @@ def test_numbers_that_do_not_fit_are_named(flux: Path, faults: Callable[..., lis
     assert fault[1] == "its text encoder returns text 32 wide, and the denoiser needs 40"
 
 
-def test_flux_starts_from_folders_only(flux: Path, faults: Callable[..., list[tuple[str, str]]]) -> None:
+def test_flux_starts_from_folders_only(flux: Path, faults: Faults) -> None:
     (fault,) = faults(flux, "", 'init = "random"')
     assert fault[1] == "Flux starts from trained weights only; remove model.train_type and model.init"
     set_json(flux / "transformer/config.json", _class_name="SD3Transformer2DModel")
@@ -330,21 +314,21 @@ def test_flux_starts_from_folders_only(flux: Path, faults: Callable[..., list[tu
     assert problem.endswith("describes a 'SD3Transformer2DModel', Flux has a FluxTransformer2DModel")
 
 
-def test_an_unknown_pipeline_is_one_fault(flux: Path, faults: Callable[..., list[tuple[str, str]]]) -> None:
+def test_an_unknown_pipeline_is_one_fault(flux: Path, faults: Faults) -> None:
     set_json(flux / "model_index.json", _class_name="FluxFillPipeline")
     ((key, problem),) = faults(flux, "", "guidance = 1.0")
     assert key == "model.diffusers_path"
     assert "describes a 'FluxFillPipeline', which is not trained: its denoiser takes images beside the" in problem
     assert problem.endswith("; give a folder of FluxPipeline")
+    named = ("model.diffusers_path", "it is a 'FluxFillPipeline', and Flux a FluxPipeline")
+    assert faults(flux, "", 'type = "flux"') == [named], "Fill has nearly the denoiser of Flux"
     (fault, problem) = faults(flux, "max_nonfinite_steps = -1")
     assert fault[0] == "max_nonfinite_steps", "with the other faults of the config"
     assert problem[0] == "model.diffusers_path"
 
 
 @pytest.mark.parametrize("name", ["flux1-dev.safetensors", "flux1-dev-Q4_K_S.gguf"])
-def test_single_files_are_refused_with_the_remedy(
-    tmp_path: Path, flux: Path, faults: Callable[..., list[tuple[str, str]]], name: str
-) -> None:
+def test_single_files_are_refused_with_the_remedy(tmp_path: Path, flux: Path, faults: Faults, name: str) -> None:
     file = tmp_path / name
     file.write_bytes(b"GGUF")
     for keys in ("", 'type = "flux"'):
@@ -354,14 +338,6 @@ def test_single_files_are_refused_with_the_remedy(
     ((key, problem),) = faults(flux, "", f'init = "{file}"')
     assert key == "model.init"
     assert problem.startswith(f"{file}: Flux starts from a diffusers folder, not from a single file; remove model.init")
-
-
-def test_a_named_family_has_its_own_pipeline(flux: Path, faults: Callable[..., list[tuple[str, str]]]) -> None:
-    """Fill has nearly the denoiser of Flux, and takes images."""
-    set_json(flux / "model_index.json", _class_name="FluxFillPipeline")
-    assert faults(flux, "", 'type = "flux"') == [
-        ("model.diffusers_path", "it is a 'FluxFillPipeline', and Flux a FluxPipeline")
-    ]
 
 
 def test_new_names_its_option_for_a_single_file(tmp_path: Path, raw_project: Project) -> None:
@@ -374,9 +350,7 @@ def test_new_names_its_option_for_a_single_file(tmp_path: Path, raw_project: Pro
     assert fault.problem.startswith(f"{file} is a file; give a diffusers folder")
 
 
-def test_refused_models_are_named(
-    tmp_path: Path, tiny_folder: Callable[[str], Path], faults: Callable[..., list[tuple[str, str]]]
-) -> None:
+def test_refused_models_are_named(tmp_path: Path, tiny_folder: Callable[[str], Path], faults: Faults) -> None:
     cases = [
         ("flux2", "model_index.json", {"is_distilled": True}, "distilled to few steps"),
         ("krea2", "model_index.json", {"is_distilled": True}, "distilled to few steps"),
@@ -392,15 +366,12 @@ def test_refused_models_are_named(
 
 
 def test_a_package_for_captions_is_needed(
-    tiny_folder: Callable[[str], Path], faults: Callable[..., list[tuple[str, str]]], monkeypatch: pytest.MonkeyPatch
+    tiny_folder: Callable[[str], Path], faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family = family_named("prx")
     monkeypatch.setattr(type(family), "packages", ("no_such_package",))
     (fault,) = faults(tiny_folder("prx"))
-    assert fault == (
-        "model.diffusers_path",
-        "PRX needs no_such_package for its captions, which is not installed",
-    )
+    assert fault == ("model.diffusers_path", "PRX needs no_such_package for its captions, which is not installed")
 
 
 def test_sides_follow_the_vae(
@@ -447,7 +418,7 @@ def test_positions_end_at_the_size_of_their_table(
         assert family.position_table({key: odd}) is None
 
 
-def test_a_hostile_folder_is_a_fault(flux: Path, faults: Callable[..., list[tuple[str, str]]]) -> None:
+def test_a_hostile_folder_is_a_fault(flux: Path, faults: Faults) -> None:
     for name in ("vae/config.json", "text_encoder_2/config.json", "transformer/config.json"):
         before = (flux / name).read_text()
         for text in ("[]", "{", '{"_class_name": "AutoencoderKL", "latent_channels": "x"}', "{}"):
@@ -492,7 +463,7 @@ class NotAFamily:
     """Anything else."""
 
 
-def test_a_type_names_the_family(flux: Path, faults: Callable[..., list[tuple[str, str]]]) -> None:
+def test_a_type_names_the_family(flux: Path, faults: Faults) -> None:
     assert faults(flux, "", 'type = "Flux"') == []
     assert faults(flux, "", 'type = "sd3_light.families.flux:Flux"') == []
     found = faults(flux, "", 'type = "sd3"')

@@ -21,13 +21,7 @@ from tests.stock import model_table, save_stock
 
 CPU = torch.device("cpu")
 FAMILIES = ("flux", "flux2", "krea2", "prx", "qwen_image", "sana", "wan", "z_image")
-LENGTHS = {
-    "flux": 12,
-    "flux2": 40,
-    "krea2": 160,
-    "prx": 32,
-    "qwen_image": 320,
-}  # in tokens, of which some tiny templates have many
+LENGTHS = {"flux": 12, "flux2": 40, "krea2": 160, "prx": 32, "qwen_image": 320}  # tokens; tiny templates have many
 PROMPTS = ["a red fox", "two cats on a mat"]
 SEEDS = [3, 4]
 STEPS = 3

@@ -26,16 +26,8 @@ from sd3_light.model.part_configs import FACTS_FILE
 from tests.stock import model_table, save_stock
 
 CPU = torch.device("cpu")
-KEYS = {
-    "prx": "shift",
-    "z_image": "shift",
-    "sana": "flow_shift",
-    "wan": "flow_shift",
-    "flux": "shift",
-    "flux2": "shift",
-    "krea2": "shift",
-    "qwen_image": "shift",
-}
+KEYS = dict.fromkeys(["prx", "z_image", "flux", "flux2", "krea2", "qwen_image"], "shift")
+KEYS |= dict.fromkeys(["sana", "wan"], "flow_shift")
 
 
 @pytest.fixture(autouse=True)

@@ -34,11 +34,7 @@ from tests.stock_project import BUCKETS, LORA, write_project
 
 OTHERS = ["flux2", "krea2", "prx", "qwen_image", "sana", "z_image"]
 RELEASE = ("gradient_release=true", "gradient_clipping=0.0")
-NARROW = (
-    *RELEASE,
-    'optimizer.weight_dtype="bfloat16"',
-    'model.transformer_dtype="bfloat16"',
-)
+NARROW = (*RELEASE, 'optimizer.weight_dtype="bfloat16"', 'model.transformer_dtype="bfloat16"')
 FAMILIES = ["flux", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 
 
@@ -71,6 +67,10 @@ def tensors(checkpoint: Path) -> dict[str, Tensor]:
     return {name: saved.tensor(name) for name in saved.shapes}
 
 
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
 @pytest.mark.parametrize("tables", ["", LORA], ids=["full", "lora"])
 def test_a_resumed_run_equals_the_whole(project: Project, tables: str) -> None:
     project.train_toml.write_text(project.train_toml.read_text() + tables)
@@ -80,9 +80,7 @@ def test_a_resumed_run_equals_the_whole(project: Project, tables: str) -> None:
     first = run(project, "parts", "max_steps=2")
     resumed = tensors(run(project, "parts", resume=Resume()) / last)
     assert list(first.iterdir())
-    assert whole.keys() == resumed.keys()
-    for name, tensor in whole.items():
-        assert torch.equal(tensor, resumed[name]), name
+    assert same(whole, resumed)
     assert project.losses("parts") == losses
     (event,) = (event for event in project.events("eval", "whole") if event["weights"] == "raw")
     assert 0 < event["flow"] < 10
@@ -100,9 +98,7 @@ def test_weights_in_bfloat16_resume_exactly_and_follow_float32(project: Project)
     whole = tensors(run(project, "whole", *NARROW) / last)
     run(project, "parts", "max_steps=2", *NARROW)
     resumed = tensors(run(project, "parts", *NARROW, resume=Resume()) / last)
-    assert whole.keys() == resumed.keys()
-    for name, tensor in whole.items():
-        assert torch.equal(tensor, resumed[name]), name
+    assert same(whole, resumed)
     assert project.losses("whole") == pytest.approx(expected, rel=0.05)
     dtypes = {tensor.dtype for name, tensor in whole.items() if name.startswith("param/") and tensor.dim() > 1}
     assert torch.bfloat16 in dtypes
@@ -125,7 +121,7 @@ def test_a_block_is_aligned_with_cached_features(project: Project, tables: str) 
     resume = Resume(project.folder / "whole" / "checkpoints" / checkpoint_name(2))
     resumed = tensors(run(project, "again", *keys, resume=resume) / checkpoint_name(4))
     assert "param/heads.alignment.weight" in whole
-    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+    assert same(whole, resumed)
     terms = [event["alignment"] for event in project.events("step", "whole")]
     assert all(0.5 < term < 1.5 for term in terms[:3])
     assert terms[3] == 0
@@ -134,8 +130,7 @@ def test_a_block_is_aligned_with_cached_features(project: Project, tables: str) 
 def test_a_cache_in_memory_trains_alike(project: Project) -> None:
     streamed = tensors(run(project, "stream", 'cache_residence="stream"') / checkpoint_name(4))
     resident = tensors(run(project, "host", 'cache_residence="host"') / checkpoint_name(4))
-    for name, tensor in streamed.items():
-        assert torch.equal(tensor, resident[name]), name
+    assert same(streamed, resident)
 
 
 def test_a_divided_cache_trains_on_one_side_and_evaluates_the_other(project: Project) -> None:
@@ -149,8 +144,7 @@ def test_a_divided_cache_trains_on_one_side_and_evaluates_the_other(project: Pro
     project.data(text.replace("[[directory]]", "validation = true\n\n[[directory]]", 1))
     streamed = tensors(run(project, "stream", 'cache_residence="stream"') / checkpoint_name(4))
     resident = tensors(run(project, "host", 'cache_residence="host"') / checkpoint_name(4))
-    for name, tensor in streamed.items():
-        assert torch.equal(tensor, resident[name]), name
+    assert same(streamed, resident)
     sets = {event["set"]: event for event in project.events("eval", "stream")}
     assert 0 < sets["validation"]["flow"] < 10
     loaded = project.load()
@@ -209,9 +203,7 @@ def test_blocks_in_host_memory_train_alike(
     run(project, "swapped", *keys, 'swap_blocks="all"', "max_steps=2")
     resumed = tensors(run(project, "swapped", *keys, "swap_blocks=3", resume=Resume()) / checkpoint_name(4))
     assert len(set(needed)) >= 2
-    assert whole.keys() == resumed.keys()
-    for name, tensor in whole.items():
-        assert torch.equal(tensor, resumed[name]), name
+    assert same(whole, resumed)
     assert project.losses("swapped") == project.losses("whole")
     # the last step of the first part is evaluated, too
     evals = [[event for event in project.events("eval", name) if event["step"] == 4] for name in ("whole", "swapped")]
@@ -231,9 +223,7 @@ def test_trained_blocks_in_host_memory_train_alike(
     run(project, "swapped", *keys, 'swap_blocks="all"', "max_steps=2")
     resumed = tensors(run(project, "swapped", *keys, "swap_blocks=3", resume=Resume()) / checkpoint_name(4))
     assert len(set(needed)) >= 2
-    assert whole.keys() == resumed.keys()
-    for name, tensor in whole.items():
-        assert torch.equal(tensor, resumed[name]), name
+    assert same(whole, resumed)
     for kind, names in (("step", ("loss", "grad_norm", "param_norm")), ("eval", ("flow", "weights"))):
         logs = []
         for name in ("whole", "swapped"):
@@ -293,7 +283,7 @@ def test_distillation_trains_and_resumes_exactly(project: Project, tables: str) 
     assert all(event["distill"] > 0 for event in project.events("step", "whole"))
     run(project, "parts", *keys, "max_steps=2")
     resumed = tensors(run(project, "parts", *keys, resume=Resume()) / checkpoint_name(4))
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert same(whole, resumed)
     facts = json.loads((project.folder / "whole" / "exports" / checkpoint_name(4) / "sd3_light.json").read_text())
     stated = facts["sampling"]
     assert stated.get("steps") == steps
@@ -316,7 +306,7 @@ def test_preferences_train_and_resume_exactly(project: Project, tables: str, res
     assert first["dpo"] == pytest.approx(math.log(2), abs=1e-5 if not tables else 0.05)
     run(project, "parts", *keys, "max_steps=2")
     resumed = tensors(run(project, "parts", *keys, resume=Resume()) / checkpoint_name(4))
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert same(whole, resumed)
 
 
 def test_a_training_adapter_is_in_the_loss_alone(project: Project) -> None:

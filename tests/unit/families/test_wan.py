@@ -20,7 +20,6 @@ from sd3_light.export.lycoris_file import read_lycoris, write_lycoris
 from sd3_light.export.wan_names import wan_to_comfyui
 from sd3_light.families.base import StockFamily
 from sd3_light.families.stock.inputs import StockInputs
-from sd3_light.flow.objective import flow_loss
 from sd3_light.model.adapter_layers import LycorisModule
 from sd3_light.sample.generate import frames_of, generate
 from sd3_light.sample.loop import draw_latents, starting_noise
@@ -132,14 +131,6 @@ def test_latents_have_frames(family: StockFamily, folder: Path, model: ModelConf
     }
     cost = family.cost(family.weights.start(model), model)
     assert cost.tokens(Bucket(48, 32, 5)).image == 2 * cost.tokens(Bucket(48, 32)).image == 12
-
-
-def test_a_mask_holds_for_every_frame() -> None:
-    predicted, target = torch.randn(2, 2, 4, 3, 2, 6)
-    mask = torch.tensor([[[0.0, 1, 1, 0, 0, 0], [1, 0, 0, 0, 0, 1]]] * 2)
-    each = [flow_loss(predicted[:, :, at], target[:, :, at], mask) for at in range(3)]
-    expected = torch.stack(each).mean(0)
-    torch.testing.assert_close(flow_loss(predicted, target, mask), expected)
 
 
 def test_the_names_of_a_lora(family: StockFamily) -> None:

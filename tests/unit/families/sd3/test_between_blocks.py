@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sd3_light.config import SIZES
 from sd3_light.config.schema_blocks import BlockPair, TokenRoute
-from sd3_light.families.sd3.between_blocks import BetweenBlocks, BetweenPlan, put_tokens, take_tokens
+from sd3_light.families.sd3.between_blocks import BetweenBlocks, BetweenPlan
 from sd3_light.families.sd3.fast.forward import FastDenoiser
 from sd3_light.families.sd3.layers import build_layers, embed_patches, run_layers
 from sd3_light.families.sd3.random_weights import new_transformer
@@ -139,15 +139,6 @@ def test_without_kept_tokens_nothing_is_routed(run: Run) -> None:
     assert not torch.allclose(routed, run(transformer, None, None), rtol=1e-3)
 
 
-@pytest.mark.parametrize("run", [run_stock, run_fast], ids=["stock", "fast"])
-def test_tokens_keep_their_places(run: Run) -> None:
-    """If all tokens are kept, in any order, nothing changes."""
-    transformer = model()
-    everything = torch.stack([torch.arange(6), torch.tensor([5, 0, 3, 1, 4, 2])])
-    routed = run(transformer, BetweenBlocks(BetweenPlan(ROUTE, None), everything, distance), None)
-    torch.testing.assert_close(routed, run(transformer, None, None), rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("checkpointing", [True, 0.5, "selective"])
 def test_checkpointing_changes_no_gradient(checkpointing: Any) -> None:
     gradients = []
@@ -160,15 +151,6 @@ def test_checkpointing_changes_no_gradient(checkpointing: Any) -> None:
         gradients.append({name: parameter.grad for name, parameter in transformer.named_parameters()})
     plain, checked = gradients
     assert all(torch.equal(plain[name], checked[name]) for name in plain)  # type: ignore[arg-type]
-
-
-def test_taken_tokens_are_put_back() -> None:
-    image, rows = torch.randn(2, 6, 4), torch.tensor([0, 2, 5, 7, 9, 10])
-    taken = take_tokens(image, rows)
-    assert torch.equal(taken[1, 2], image[1, 4])
-    assert torch.equal(put_tokens(image, rows, taken), image)
-    changed = put_tokens(image, rows, taken + 1)
-    assert torch.equal((changed != image).all(-1).nonzero()[:, 1], torch.tensor([0, 2, 5, 1, 3, 4]))
 
 
 # --- position crops ------------------------------------------------------------------------------

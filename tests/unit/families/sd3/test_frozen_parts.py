@@ -1,7 +1,6 @@
 """The encoders: batched results equal those of each caption and image encoded alone."""
 
 import gc
-import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,43 +114,6 @@ def test_padded_rows_equal_those_of_the_stock_pipeline(stock: Any, padded: Froze
         ours = torch.cat([encoded["clip_l.pooled"][part], encoded["clip_g.pooled"][part]], dim=-1)
         assert torch.equal(ours, pooled.bfloat16())
     assert encoded["t5.start"].tolist() == [16 * number for number in range(count + 1)]
-
-
-@pytest.mark.parametrize("kind", ["real", "padded"])
-def test_equal_captions_give_equal_bytes(demo_parts: Path, kind: str, request: pytest.FixtureRequest) -> None:
-    parts = request.getfixturevalue(kind)
-    parts.encode_captions(["something else", "first"])
-    encoded = parts.encode_captions(CAPTIONS)
-    with make(demo_parts, text_tokens=kind) as others:
-        again = others.encode_captions(CAPTIONS)
-        others.synchronize()
-    parts.synchronize()
-    assert all(torch.equal(encoded[name], again[name]) for name in again)
-
-
-@pytest.mark.parametrize(("kind", "rows"), [("real", [2, 2, 1]), ("padded", [16, 16, 16])])
-def test_the_empty_caption_alone(kind: str, rows: list[int], request: pytest.FixtureRequest) -> None:
-    parts = request.getfixturevalue(kind)
-    encoded = parts.encode_captions([""])
-    parts.synchronize()
-    assert [len(encoded[f"{name}.tokens"]) for name in TEXT_ENCODERS] == rows
-    assert all(torch.isfinite(values).all() for values in encoded.values())
-
-
-def test_captions_can_be_tokenized_on_other_threads(real: FrozenParts) -> None:
-    expected = real.encode_captions(CAPTIONS)
-    results: list[Any] = []
-    threads = [threading.Thread(target=lambda: results.append(real.tokenize(CAPTIONS))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    real.encode_captions(CAPTIONS[:3])
-    for thread in threads:
-        thread.join()
-    assert len(results) == 4
-    for tokens in results:
-        encoded = real.encode_captions(tokens)
-        real.synchronize()
-        assert all(torch.equal(encoded[name], expected[name]) for name in expected)
 
 
 def test_a_tokenizer_is_never_used_by_two_threads(demo_parts: Path, monkeypatch: Any) -> None:

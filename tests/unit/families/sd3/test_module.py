@@ -106,27 +106,21 @@ def test_no_parameter_is_named_twice_and_all_names_are_stock(config: Config) -> 
     assert list(module.state_dict()) == [f"denoiser.{name}" for name in model.state_dict()]
 
 
-def gradients(config: TrainConfig) -> dict[str, Tensor]:
-    model = transformer()
-    SD3TrainingModule(model, config)(prepared())["loss"].backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def test_activation_checkpointing_changes_no_gradient(config: Config) -> None:
-    keys: dict[str, Any] = {"model": {"text_recon_gamma": 0.1, "text_recon_target_layer": 1}}
-    plain = gradients(config(**keys))
-    checked = gradients(config(activation_checkpointing=True, **keys))
-    assert set(plain) == set(checked)
-    assert all(torch.equal(plain[name], checked[name]) for name in plain)
-
-
-def test_activation_checkpointing_reaches_the_blocks(config: Config) -> None:
-    for checkpointing, calls_expected in ((False, 1), (True, 2)):
+@pytest.mark.parametrize("kind", KINDS)
+def test_activation_checkpointing_reaches_the_blocks_and_changes_no_gradient(config: Config, kind: str) -> None:
+    results = []
+    for checkpointing in (False, True):
         model, calls = transformer(), list[int]()
         model.transformer_blocks[0].register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-        module = SD3TrainingModule(model, config(activation_checkpointing=checkpointing))
-        module(prepared())["loss"].backward()
-        assert len(calls) == calls_expected
+        module = SD3TrainingModule(
+            model, config(activation_checkpointing=checkpointing, model={**REAL, "text_tokens": kind})
+        )
+        module(real_prepared([9, 3]) if kind == "real" else prepared())["loss"].backward()
+        assert len(calls) == 1 + checkpointing
+        results.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    plain, checked = results
+    assert plain.keys() == checked.keys()
+    assert all(torch.equal(plain[name], checked[name]) for name in plain)
 
 
 def test_cached_bfloat16_text_is_computed_with_float32_weights(config: Config) -> None:
@@ -151,13 +145,6 @@ def test_the_flow_loss_of_each_sample_is_returned(config: Config, masked: bool) 
     for at in range(2):
         alone = module(batch.split(2)[at])
         torch.testing.assert_close(losses["each"][at], alone["flow"], rtol=1e-5, atol=0)
-
-
-def test_evaluation_weights_do_not_change_losses(config: Config) -> None:
-    batch = prepared()
-    module = SD3TrainingModule(transformer(), config())
-    plain, weighted = module(batch), module(batch.with_values({"weight": torch.tensor([1.0, 0.0])}))
-    assert all(torch.equal(plain[name], weighted[name]) for name in plain)
 
 
 def test_denoise_returns_the_stock_models_output(config: Config) -> None:
@@ -227,27 +214,6 @@ def test_only_real_features_have_lengths(config: Config) -> None:
         real(prepared())
     with pytest.raises(AssertionError, match="exactly real text has lengths"):
         padded(real_prepared([9, 3]))
-
-
-def test_denoising_real_text_does_not_depend_on_the_batch(config: Config) -> None:
-    module, batch = SD3TrainingModule(transformer(), config(model=REAL)), real_prepared([2, 8], padding_scale=9.0)
-    with torch.no_grad():
-        together = module.denoise(batch)
-        for at in range(2):
-            alone = module.denoise(single(batch, at))
-            torch.testing.assert_close(together[at : at + 1], alone, rtol=1e-5, atol=1e-5)
-
-
-def test_checkpointing_changes_no_gradient_of_real_text(config: Config) -> None:
-    grads = []
-    for checkpointing in (False, True):
-        model = transformer()
-        module = SD3TrainingModule(model, config(activation_checkpointing=checkpointing, model=REAL))
-        module(real_prepared([9, 3]))["loss"].backward()
-        grads.append({name: p.grad for name, p in model.named_parameters()})
-    for name, gradient in grads[0].items():
-        assert gradient is not None
-        assert torch.equal(gradient, grads[1][name]), name
 
 
 @pytest.mark.parametrize("keys", [{}, {"routing": {"share": 0.5, "first_block": 1, "last_block": 1}}])

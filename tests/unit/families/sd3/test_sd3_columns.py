@@ -41,24 +41,6 @@ def test_images_of_a_bucket_have_a_latent_pixel_per_step_of_the_vae(raw_project:
     assert declared(raw_project, SMALLEST)["moments"].shape == (32, 1, 1)
 
 
-@pytest.mark.parametrize(
-    ("key", "changed"),
-    [
-        ("model.t5_max_length=7", {"t5"}),
-        ('model.text_tokens="real"', TEXT),
-        ('model.vae_dtype="bfloat16"', {"moments"}),
-        ("model.shift=2.0", set()),
-        ('model.uncond_text="zero"', set()),
-        ("model.enable_uncond_text_dropout=false", set()),
-        ('model.size="tiny3"', set()),
-        ("seed=9", set()),
-    ],
-)
-def test_a_key_changes_the_columns_that_it_decides(raw_project: Project, key: str, changed: set[str]) -> None:
-    before, after = (declared(raw_project, Bucket(64, 64), *keys) for keys in ((), (key,)))
-    assert {name for name in before if before[name] != after[name]} == changed
-
-
 DECIDED = {"dtype": TEXT, "vae_dtype": IMAGES, "t5_max_length": {"t5"}, "text_tokens": TEXT}
 """Key of [model] -> the columns that it decides; all others decide none."""
 VALUES = {"dtype": "float16", "vae_dtype": "bfloat16", "t5_max_length": 7, "text_tokens": "real", "references": 1}

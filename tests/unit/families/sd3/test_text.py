@@ -76,32 +76,6 @@ def test_joined_text_equals_the_stock_pipeline_bit_for_bit(
     assert torch.equal(ours[1], theirs[1]), "pooled"
 
 
-@pytest.mark.parametrize("caption", CAPTIONS)
-def test_a_single_caption_equals_the_stock_pipeline(stock: Any, models: Any, demo_parts: Path, caption: str) -> None:
-    ours, theirs = padded(encode(models, demo_parts, [caption])), stock_text(stock, [caption], 16)
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
-def test_different_captions_have_different_features(models: Any, demo_parts: Path) -> None:
-    """With a missing vocabulary every word would be the same unknown token."""
-    features = encode(models, demo_parts, ["a red circle", "a blue circle", "a blue square"])
-    for name, values in features.items():
-        for one, two in ((0, 1), (1, 2)):
-            assert not torch.allclose(values[one], values[two], atol=1e-3), name
-
-
-def test_features_are_joined_in_the_layout_of_sd3(models: Any, demo_parts: Path) -> None:
-    features = encode(models, demo_parts, CAPTIONS)
-    widths = {name: features[name].shape[-1] for name in TEXT_ENCODERS}
-    tokens, pooled = padded(features)
-    left, right = widths["clip_l"], widths["clip_l"] + widths["clip_g"]
-    assert torch.equal(tokens[:, :16, :left], features["clip_l"])
-    assert torch.equal(tokens[:, :16, left:right], features["clip_g"])
-    assert (tokens[:, :16, right:] == 0).all()
-    assert torch.equal(tokens[:, 16:], features["t5"])
-    assert torch.equal(pooled, torch.cat([features["clip_l.pooled"], features["clip_g.pooled"]], dim=-1))
-
-
 def test_models_are_frozen(models: Any) -> None:
     for model in models.values():
         assert not model.training
@@ -138,17 +112,6 @@ def test_masked_t5_equals_the_models_forward(models: Any, tokenizers: Any, lengt
         assert torch.allclose(values[: len(row)], alone, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["clip_l", "clip_g"])
-@torch.no_grad()
-def test_clip_ignores_tokens_after_the_end_token(models: Any, tokenizers: Any, name: str) -> None:
-    padded = torch.tensor(tokenizers[name](CAPTIONS, padded=True))
-    tokens, pooled = encode_clip(models[name], padded)
-    for number, row in enumerate(tokenizers[name](CAPTIONS, padded=False)):
-        real_tokens, real_pooled = encode_clip(models[name], torch.tensor([row]))
-        assert torch.allclose(real_tokens[0], tokens[number, : len(row)], atol=1e-5)
-        assert torch.allclose(real_pooled[0], pooled[number], atol=1e-5)
-
-
 def real_features(counts: list[tuple[int, int, int]], rows: int = 6) -> dict[str, Tensor]:
     """Return random features with these numbers of real rows per encoder; padding rows are not zero."""
     generator = torch.Generator().manual_seed(0)
@@ -175,17 +138,6 @@ def test_real_tokens_are_contiguous_with_zeros_at_the_end() -> None:
         expected[start : start + num_t5] = features["t5"][at, :num_t5]
         assert torch.equal(tokens[at], expected)
     assert torch.equal(pooled, torch.cat([features["clip_l.pooled"], features["clip_g.pooled"]], dim=-1))
-
-
-def test_joining_all_rows_equals_the_padded_join() -> None:
-    features = real_features([(6, 6, 6)] * 3)
-    clip = torch.cat([features["clip_l"], features["clip_g"], torch.zeros(3, 6, 2)], dim=-1)
-    expected = torch.cat([clip, features["t5"]], dim=1)
-    whole = {name: values for name, values in features.items() if not name.endswith(".length")}
-    for batch in (features, whole):
-        tokens, _, lengths = join_text(unpad_text(batch))
-        assert torch.equal(tokens, expected)
-        assert lengths.tolist() == [12, 12, 12]
 
 
 def test_the_prompt_overwrites_all_of_the_allocated_memory() -> None:

@@ -99,23 +99,6 @@ def test_why_stock_names_unsupported_transformers() -> None:
         FastDenoiser(adapted, torch.float32)
 
 
-def test_weight_changes_by_a_fused_optimizer_are_used() -> None:
-    losses = []
-    for is_fast in (False, True):
-        transformer = perturbed_transformer(CONFIGS["three-blocks"])
-        optimizer = torch.optim.AdamW(transformer.parameters(), lr=1e-3, fused=True)
-        fast = FastDenoiser(transformer, torch.float32)
-        for _ in range(3):
-            patches = fast(features()) if is_fast else stock_patches(transformer, None)
-            loss = patches.square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-    assert losses[3:] == pytest.approx(losses[:3], rel=1e-4)
-    assert losses[2] < 0.9 * losses[0], "the loss falls"
-
-
 def test_rows_after_the_last_sample_change_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the number of joined rows of real text is rounded up."""
     transformer = perturbed_transformer(CONFIGS["three-blocks"])
