@@ -44,10 +44,8 @@ from sd3_light.world.captions import LANGUAGES, parse_caption, scene_captions
 from tests.project import Project
 from tests.warm import REAL_PYTHON
 
-VERBS = (
-    "new demo init check cache train caption control mask parts export sample evaluate convert inspect report".split()
-)
-VERBS += ["families", "ui"]
+VERBS = ["new", "demo", "init", "check", "cache", "train", "caption", "control", "mask", "parts", "export", "sample"]
+VERBS += ["evaluate", "convert", "inspect", "report", "families", "ui"]
 FLAGS = ["--config", "--cache_only", "--trust_cache", "--regenerate_cache", "--resume_from_checkpoint", "--local_rank"]
 FLAGS += ["--reset_dataloader", "--reset_optimizer", "--reset_optimizer_params", "--restart", "--deepspeed"]
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SD3_LIGHT_DEBUG")
