@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, equal
 
 from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.checkpoint.store import checkpoint_name, commit, reset_folder, temporary_folder, write_part
@@ -33,3 +33,14 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return all tensors and facts of a checkpoint, hashes verified."""
     checkpoint = open_checkpoint(folder)
     return {name: checkpoint.tensor(name) for name in checkpoint.shapes}, checkpoint.facts
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    """Return all tensors of a checkpoint: weights, moments, averages."""
+    saved = open_checkpoint(folder)
+    return {name: saved.tensor(name) for name in saved.shapes}
+
+
+def same(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
+    """Return whether two checkpoints have the same tensors, bit for bit."""
+    return first.keys() == second.keys() and all(equal(tensor, second[name]) for name, tensor in first.items())

@@ -107,3 +107,15 @@ def tiny_pipeline() -> Any:
     for name in ("transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3"):
         getattr(pipeline, name).eval()
     return pipeline
+
+
+def perturbed(config: dict[str, Any], seed: int = 0) -> Any:
+    """Make an SD3 denoiser of the package in which every weight matters: gates and output are not zero."""
+    from sd3_light.families.sd3.random_weights import new_transformer
+
+    transformer = new_transformer(config, seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for parameter in transformer.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return transformer

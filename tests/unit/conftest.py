@@ -38,3 +38,10 @@ def one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exports are not loaded again and compared, which takes seconds."""
+    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
+    monkeypatch.setattr("sd3_light.export.adapter_folder.prove_adapter", lambda *_: {})

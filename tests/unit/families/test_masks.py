@@ -22,13 +22,16 @@ from sd3_light.data.shards import read_origins
 from sd3_light.flow.objective import inside_and_outside
 from sd3_light.sources.preprocess import decode_mask
 from sd3_light.train.verb import Resume
+from tests.checkpoints import same, tensors
 from tests.families import deep_compression_vae
 from tests.made_up_cache import LABEL, write_cache
 from tests.project import Project
 from tests.stock_project import BUCKETS, LORA, write_project
 from tests.unit.families import test_stock_cache as caches
 from tests.unit.families.test_stock_families import SEED, Tiny
-from tests.unit.families.test_stock_training import run, tensors
+from tests.unit.families.test_stock_training import run
+
+pytestmark = pytest.mark.usefixtures("unproven")
 
 FAMILIES = ["flux", "flux2", "krea2", "prx", "qwen_image", "sana", "wan", "z_image"]
 
@@ -183,10 +186,8 @@ def test_masks_of_another_factor_are_not_copied(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tables", ["", LORA], ids=["full", "lora"])
 def test_a_masked_run_resumes_exactly_from_shards_and_from_memory(
-    tmp_path: Path, tiny_folder: Callable[[str], Path], tables: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_folder: Callable[[str], Path], tables: str
 ) -> None:
-    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
-    monkeypatch.setattr("sd3_light.export.adapter_folder.prove_adapter", lambda *_: {})
     project = write_project(tmp_path, tiny_folder("flux"))
     project.train_toml.write_text(project.train_toml.read_text() + tables)
     run(project, "plain")
@@ -197,8 +198,7 @@ def test_a_masked_run_resumes_exactly_from_shards_and_from_memory(
     whole = tensors(run(project, "whole") / last)
     run(project, "parts", "max_steps=2")
     resumed = tensors(run(project, "parts", 'cache_residence="host"', resume=Resume()) / last)
-    assert whole.keys() == resumed.keys()
-    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+    assert same(whole, resumed)
     losses = project.losses("whole")
     assert project.losses("parts") == losses
     assert all(losses[step] != loss for step, loss in project.losses("plain").items())

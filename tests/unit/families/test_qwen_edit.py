@@ -37,6 +37,7 @@ from sd3_light.sample.generate import generate
 from sd3_light.sources.decode import read_fitted
 from sd3_light.train.verb import Resume
 from sd3_light.world import write_dataset
+from tests.checkpoints import same, tensors
 from tests.families import with_processor
 from tests.project import Project
 from tests.stock_project import LORA, write_project
@@ -44,7 +45,7 @@ from tests.unit.families import test_stock_cache as caches
 from tests.unit.families.test_references import stored, write_reference
 from tests.unit.families.test_stock_drawing import SAMPLING, draw, grid_image
 from tests.unit.families.test_stock_families import Tiny
-from tests.unit.families.test_stock_training import run, same, tensors
+from tests.unit.families.test_stock_training import run
 from tests.warm import REAL_PYTHON
 
 EDIT = "qwen_image_edit"
@@ -359,12 +360,6 @@ def test_a_denoiser_that_edits_is_refused_as_a_plain_one(tmp_path: Path, tiny_fo
 
 
 # --- training ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
-    monkeypatch.setattr("sd3_light.export.adapter_folder.prove_adapter", lambda *_: {})
 
 
 def training(folder: Path, model: Path, count: int, more: str = "") -> Project:

@@ -37,12 +37,13 @@ from sd3_light.sample.image_requests import PromptRow
 from sd3_light.sample.verb import SampleOptions
 from sd3_light.train.verb import Resume
 from sd3_light.world import write_dataset
+from tests.checkpoints import same, tensors
 from tests.made_up_cache import LABEL, write_cache
 from tests.project import Project
 from tests.stock_project import LORA, write_project
 from tests.unit.families import test_stock_cache as caches
 from tests.unit.families.test_stock_families import SEED, Tiny
-from tests.unit.families.test_stock_training import run, same, tensors
+from tests.unit.families.test_stock_training import run
 
 NAME = "flux_kontext"
 
@@ -316,10 +317,8 @@ def test_batches_have_the_reference_without_noise_and_drop_it_apart_from_the_tex
     ("family", "tables"), [(NAME, ""), (NAME, LORA), ("flux2", LORA)], ids=["full", "lora", "several"]
 )
 def test_a_run_resumes_exactly_from_shards_and_from_memory(
-    tmp_path: Path, tiny_folder: Callable[[str], Path], family: str, tables: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_folder: Callable[[str], Path], unproven: None, family: str, tables: str
 ) -> None:
-    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
-    monkeypatch.setattr("sd3_light.export.adapter_folder.prove_adapter", lambda *_: {})
     folders = ["before"] if family == NAME else ["before", "style"]
     for folder in folders:
         (tmp_path / folder).mkdir()

@@ -23,6 +23,8 @@ from sd3_light.sample.verb import SampleOptions
 from tests.stock import save_stock
 from tests.stock_project import LORA, write_project
 
+pytestmark = pytest.mark.usefixtures("unproven")
+
 PROMPT = "a red fox"
 SAMPLING = f"""
 [sampling]
@@ -33,12 +35,6 @@ steps = 3
 """
 GUIDANCE = {"flux": 3.5, "wan": 5.0}
 DRAWN = {"width": 64, "height": 64, "frames": 1, "steps": 3, "grid": False}
-
-
-@pytest.fixture(autouse=True)
-def _without_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
-    monkeypatch.setattr("sd3_light.export.adapter_folder.prove_adapter", lambda *_: {})
 
 
 def train(name: str, folder: Path, more: str = "") -> Path:

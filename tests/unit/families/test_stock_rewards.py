@@ -8,13 +8,15 @@ import pytest
 import torch
 
 from sd3_light.check import verb as check
-from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.core.registry import family_named
 from sd3_light.tasks import launch_reward_task
 from sd3_light.train.verb import Resume
+from tests.checkpoints import same, tensors
 from tests.project import Project
 from tests.stock_project import LORA, write_project
+
+pytestmark = pytest.mark.usefixtures("unproven")
 
 REWARD = """
 [reward]
@@ -35,8 +37,6 @@ def project(
     tiny_folder: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Project:
-    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
-    monkeypatch.setattr("sd3_light.export.adapter_folder.prove_adapter", lambda *_: {})
     monkeypatch.setattr(type(family_named(request.param)), "packages", ())
     monkeypatch.setattr(type(family_named(request.param)), "loads_adapters", True)
     project = write_project(tmp_path, tiny_folder(request.param))
@@ -55,14 +55,11 @@ def test_a_resumed_run_equals_the_whole(project: Project, tables: str) -> None:
     def run(name: str, resume: Resume | None = None) -> dict[str, torch.Tensor]:
         keys = [f'output_dir="{name}"', "checkpoint_every_n_steps=1", "micro_batch_size_per_gpu=2"]
         launch_reward_task(project.train_toml, brightness, keys, resume)
-        saved = open_checkpoint(project.folder / name / "checkpoints" / checkpoint_name(4))
-        return {key: saved.tensor(key) for key in saved.shapes}
+        return tensors(project.folder / name / "checkpoints" / checkpoint_name(4))
 
     whole = run("whole")
     resumed = run("again", Resume(project.folder / "whole" / "checkpoints" / checkpoint_name(2)))
-    assert whole.keys() == resumed.keys()
-    for name, tensor in whole.items():
-        assert torch.equal(tensor, resumed[name]), name
+    assert same(whole, resumed)
     events = project.events("reward", "whole")
     assert [event["step"] for event in events] == [0, 3]
     assert all(event["diversity"] > 0.3 for event in events)

@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from sd3_light.check import verb as check
-from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config import ConfigFaults
 from sd3_light.core.registry import family_named, family_of
@@ -26,22 +24,19 @@ from sd3_light.engines.feed import make_order, open_cache
 from sd3_light.model import host_inputs
 from sd3_light.train import verb as train
 from sd3_light.train.verb import Resume
+from tests.checkpoints import same, tensors
 from tests.judge_folders import write_vision
 from tests.made_up_cache import write_cache
 from tests.poisoned import poison
 from tests.project import Project
 from tests.stock_project import BUCKETS, LORA, write_project
 
+pytestmark = pytest.mark.usefixtures("unproven")
+
 OTHERS = ["flux2", "krea2", "prx", "qwen_image", "sana", "z_image"]
 RELEASE = ("gradient_release=true", "gradient_clipping=0.0")
 NARROW = (*RELEASE, 'optimizer.weight_dtype="bfloat16"', 'model.transformer_dtype="bfloat16"')
 FAMILIES = ["flux", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
-
-
-@pytest.fixture(autouse=True)
-def _without_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
-    monkeypatch.setattr("sd3_light.export.adapter_folder.prove_adapter", lambda *_: {})
 
 
 @pytest.fixture(params=FAMILIES)
@@ -59,16 +54,6 @@ def project(
 def run(project: Project, name: str, *keys: str, resume: Resume | None = None) -> Path:
     train.run(check.load(project.train_toml, [f'output_dir="{name}"', *keys]), resume=resume)
     return project.folder / name / "checkpoints"
-
-
-def tensors(checkpoint: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint: weights, moments, averages."""
-    saved = open_checkpoint(checkpoint)
-    return {name: saved.tensor(name) for name in saved.shapes}
-
-
-def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize("tables", ["", LORA], ids=["full", "lora"])

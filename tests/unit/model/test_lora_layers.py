@@ -22,6 +22,8 @@ from sd3_light.model.lora_layers import (
     lora_scale,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TINY = SIZES["tiny2"].transformer_config()
 TARGETS = ("attn.to_q", "attn.add_k_proj", "ff.net.0.proj", "norm1.linear")
 KINDS: dict[str, dict[str, Any]] = {
@@ -29,11 +31,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "rslora": {"alpha": 6.0, "use_rslora": True},
     "dora": {"alpha": 6.0, "use_dora": True},
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def stock() -> SD3Transformer2DModel:

@@ -24,10 +24,7 @@ from sd3_light.tasks.models import CustomForward, task_model
 from sd3_light.tasks.prepare import rows_of
 from tests.unit.tasks.toy import Images, Toy
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Pipe(nn.Module):

@@ -25,12 +25,9 @@ from sd3_light.tasks.batches import SampleOrder, TaskBatches, item_of
 from sd3_light.tasks.models import UnitModel
 from sd3_light.tasks.prepare import batch_values, rows_of, sample_values
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def item(index: int, **changes: Any) -> dict[str, Any]:

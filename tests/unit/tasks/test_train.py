@@ -36,10 +36,7 @@ from sd3_light.tasks.settings import TaskSettings
 from tests.leftovers import leave
 from tests.unit.tasks.toy import Images, PackageLogger, Toy
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def run(out: Path, model: Toy | None = None, data: Any = None, **settings: Any) -> list[dict[str, Any]]:
@@ -304,7 +301,7 @@ def test_args_override_and_unknown_settings_are_named(tmp_path: Path) -> None:
         run(tmp_path / "zero", batch_size=0)
 
 
-def test_unsupported_accelerators_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_accelerators_are_rejected(tmp_path: Path) -> None:
     class Fake:
         mixed_precision, num_processes, process_index, local_process_index = "no", 1, 0, 0
         distributed_type = DistributedType.DEEPSPEED

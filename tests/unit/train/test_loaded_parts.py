@@ -20,6 +20,8 @@ from tests.families import make_pipeline
 from tests.project import Project
 from tests.stock_project import LORA, write_project
 
+pytestmark = pytest.mark.usefixtures("unproven")
+
 KEYS = (
     'sampling.prompts=["a star that the cache lacks"]',
     "sampling.every_n_steps=1",
@@ -81,8 +83,6 @@ def project_of(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[[str]
 def test_only_the_denoiser_is_loaded_while_it_trains(
     project_of: Callable[[str], Project], monkeypatch: pytest.MonkeyPatch, family: str, adapter: bool
 ) -> None:
-    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
-    monkeypatch.setattr("sd3_light.export.adapter_folder.prove_adapter", lambda *_: {})
     project = project_of(family)
     keys = KEYS
     if adapter:

@@ -12,15 +12,12 @@ from sd3_light.config.faults import UserError
 from sd3_light.train.verb import Resume
 from tests.project import Project
 
+pytestmark = pytest.mark.usefixtures("unproven")
+
 ONE_SHARD = ("checkpoint_every_n_steps=1", "sd3_shard_size=512")
 """Each bucket is one shard: the order depends only on the number of samples."""
 KEYS = ("max_steps=1", *ONE_SHARD)
 MORE = ("max_steps=2", *ONE_SHARD)
-
-
-@pytest.fixture(autouse=True)
-def _without_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
 
 
 @pytest.fixture

@@ -15,12 +15,9 @@ from sd3_light.train import verb as train
 from sd3_light.train.verb import Resume
 from tests.project import Project
 
+pytestmark = pytest.mark.usefixtures("unproven")
+
 STEPS = ("max_steps=12", "checkpoint_every_n_steps=2")
-
-
-@pytest.fixture(autouse=True)
-def _without_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
 
 
 @pytest.fixture

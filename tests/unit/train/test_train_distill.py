@@ -5,10 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from sd3_light.check import verb as check
-from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config import ConfigFaults
 from sd3_light.config.faults import UserError
@@ -17,8 +15,11 @@ from sd3_light.cost.training_setup import TrainingSetup
 from sd3_light.evaluate.verb import require_eval_sets
 from sd3_light.model.base_values import unlearnt_steps, with_base_values
 from sd3_light.train.verb import Resume
+from tests.checkpoints import same, tensors
 from tests.project import Project
 from tests.unit.train.test_train_preferences import write_start
+
+pytestmark = pytest.mark.usefixtures("unproven")
 
 GUIDANCE = ("objective.distill.guidance=3.0", "model.uncond_text='empty'")
 STEPS = (*GUIDANCE, "objective.distill.steps=2", "objective.distill.teacher_steps=4")
@@ -39,9 +40,7 @@ def started(tmp_path_factory: pytest.TempPathFactory, raw_project: Project) -> P
 
 
 @pytest.fixture
-def project(tmp_path: Path, started: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
-    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
-    monkeypatch.setattr("sd3_light.export.adapter_folder.prove_adapter", lambda *_: {})
+def project(tmp_path: Path, started: Project) -> Project:
     return started.copy(tmp_path / "project")
 
 
@@ -71,10 +70,8 @@ def test_distillation_trains_and_resumes_exactly(project: Project, kind: str) ->
     second = project.run / "checkpoints" / checkpoint_name(2)
     project.train(*keys, 'output_dir="again"', resume=Resume(second))
     assert project.losses("again") == {step: project.losses()[step] for step in (3, 4)}
-    ours, theirs = (
-        open_checkpoint(project.folder / run / "checkpoints" / checkpoint_name(4)) for run in ("run", "again")
-    )
-    assert all(torch.equal(ours.tensor(name), theirs.tensor(name)) for name in ours.shapes)
+    ours, theirs = (tensors(project.folder / run / "checkpoints" / checkpoint_name(4)) for run in ("run", "again"))
+    assert same(ours, theirs)
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from sd3_light.train.verb import Resume
 from tests.judge_folders import write_clip, write_vision
 from tests.project import Project
 
+pytestmark = pytest.mark.usefixtures("unproven")
+
 TABLE = """
 [metrics]
 dataset = "data.toml"
@@ -24,11 +26,6 @@ steps = 1
 guidance = 1.0
 best = "distance"
 """
-
-
-@pytest.fixture(autouse=True)
-def _without_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
 
 
 @pytest.fixture

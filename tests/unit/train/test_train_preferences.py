@@ -8,14 +8,16 @@ import torch
 from PIL import Image, ImageFilter
 
 from sd3_light.check import verb as check
-from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config import ConfigFaults
 from sd3_light.config.faults import UserError
 from sd3_light.cost.training_setup import TrainingSetup
 from sd3_light.data.reader import ShardReader
 from sd3_light.train.verb import Resume
+from tests.checkpoints import same, tensors
 from tests.project import Project
+
+pytestmark = pytest.mark.usefixtures("unproven")
 
 DPO = ("objective.dpo.beta=5.0", "eval_every_n_steps=2", 'eval_datasets=["eval.toml"]')
 LORA = ("adapter.rank=2",)
@@ -72,9 +74,7 @@ def write_start(project: Project) -> None:
 
 
 @pytest.fixture
-def project(tmp_path: Path, pairs: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
-    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
-    monkeypatch.setattr("sd3_light.export.adapter_folder.prove_adapter", lambda *_: {}, raising=False)
+def project(tmp_path: Path, pairs: Project) -> Project:
     return pairs.copy(tmp_path / "project")
 
 
@@ -127,14 +127,11 @@ def test_preferences_train_and_resume_exactly(project: Project, kind: str) -> No
     second = project.run / "checkpoints" / checkpoint_name(2)
     project.train(*keys, 'output_dir="again"', resume=Resume(second))
     assert project.losses("again") == {step: project.losses()[step] for step in (3, 4)}
-    ours, theirs = (
-        open_checkpoint(project.folder / run / "checkpoints" / checkpoint_name(4)) for run in ("run", "again")
-    )
-    assert ours.shapes == theirs.shapes
-    assert all(torch.equal(ours.tensor(name), theirs.tensor(name)) for name in ours.shapes)
+    ours, theirs = (tensors(project.folder / run / "checkpoints" / checkpoint_name(4)) for run in ("run", "again"))
+    assert same(ours, theirs)
 
 
-def test_faults_name_what_is_missing(project: Project, tmp_path: Path) -> None:
+def test_faults_name_what_is_missing(project: Project) -> None:
     def fault(*keys: str) -> str:
         with pytest.raises(ConfigFaults) as caught:
             project.load(*keys)

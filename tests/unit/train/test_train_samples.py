@@ -10,12 +10,9 @@ from sd3_light.export.card_facts import newest_samples
 from sd3_light.train import verb as train
 from tests.project import Project
 
+pytestmark = pytest.mark.usefixtures("unproven")
+
 KEYS = ('sampling.prompts=["a star"]', "sampling.every_n_steps=2", "sampling.steps=1", "max_steps=3")
-
-
-@pytest.fixture(autouse=True)
-def _without_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
 
 
 def drawn_at(project: Project, *keys: str) -> list[int]:

@@ -22,12 +22,9 @@ from sd3_light.train.verb import Resume
 from sd3_light.world import write_dataset
 from tests.project import Project
 
+pytestmark = pytest.mark.usefixtures("unproven")
+
 SAMPLING = '\n[sampling]\nprompts = ["a star"]\nevery_n_steps = 2\nsteps = 1\n'
-
-
-@pytest.fixture(autouse=True)
-def _without_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
 
 
 def set_scheduler(model: Path, **values: Any) -> None:

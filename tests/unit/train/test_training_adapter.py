@@ -9,13 +9,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sd3_light.check import verb as check
-from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config import SIZES, ConfigFaults
 from sd3_light.model.training_adapter import TrainingAdapter
 from sd3_light.train.verb import Resume
+from tests import checkpoints
 from tests.project import Project
 from tests.unit.train.test_train_preferences import write_start
+
+pytestmark = pytest.mark.usefixtures("unproven")
 
 FILE = "undo.safetensors"
 KEYS = (f'model.training_adapter="{FILE}"', "ema.enable=false")
@@ -44,15 +46,12 @@ def started(tmp_path_factory: pytest.TempPathFactory, raw_project: Project) -> P
 
 
 @pytest.fixture
-def project(tmp_path: Path, started: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
-    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
-    monkeypatch.setattr("sd3_light.export.adapter_folder.prove_adapter", lambda *_: {})
+def project(tmp_path: Path, started: Project) -> Project:
     return started.copy(tmp_path / "project")
 
 
 def tensors(project: Project, run: str, step: int = 4) -> dict[str, Tensor]:
-    saved = open_checkpoint(project.folder / run / "checkpoints" / checkpoint_name(step))
-    return {name: saved.tensor(name) for name in saved.shapes}
+    return checkpoints.tensors(project.folder / run / "checkpoints" / checkpoint_name(step))
 
 
 KINDS: dict[str, tuple[str, ...]] = {
@@ -79,8 +78,7 @@ def test_it_changes_training_alone_and_resumes_exactly(project: Project, kind: s
     assert expected.keys() == tensors(project, "without").keys(), "it is in no checkpoint"
     middle = project.run / "checkpoints" / checkpoint_name(2)
     project.train(*keys, *KEYS, 'output_dir="again"', resume=Resume(middle))
-    again = tensors(project, "again")
-    assert all(torch.equal(again[name], tensor) for name, tensor in expected.items())
+    assert checkpoints.same(tensors(project, "again"), expected)
 
 
 @pytest.mark.parametrize("keys", [(), ("adapter.rank=2",)], ids=["all weights", "lora"])

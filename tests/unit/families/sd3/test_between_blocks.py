@@ -14,8 +14,8 @@ from sd3_light.config.schema_blocks import BlockPair, TokenRoute
 from sd3_light.families.sd3.between_blocks import BetweenBlocks, BetweenPlan
 from sd3_light.families.sd3.fast.forward import FastDenoiser
 from sd3_light.families.sd3.layers import build_layers, embed_patches, run_layers
-from sd3_light.families.sd3.random_weights import new_transformer
 from tests.cases import combinations
+from tests.tiny_sd3 import perturbed
 
 KEPT = torch.tensor([[0, 2, 5], [1, 3, 4]], dtype=torch.int32)
 ROUTE = TokenRoute(0.5, 2, 3)
@@ -26,12 +26,7 @@ Run = Callable[[SD3Transformer2DModel, BetweenBlocks | None, list[int] | None], 
 
 
 def model() -> SD3Transformer2DModel:
-    transformer = new_transformer({**SIZES["tiny3"].transformer_config(), "num_layers": 5}, 0)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in transformer.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-    return transformer
+    return perturbed({**SIZES["tiny3"].transformer_config(), "num_layers": 5})
 
 
 def features() -> list[Tensor]:

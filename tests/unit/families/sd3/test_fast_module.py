@@ -13,7 +13,7 @@ from sd3_light.core.batch import Batch
 from sd3_light.engines import Launch
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.families.sd3.module import SD3TrainingModule
-from sd3_light.families.sd3.random_weights import new_transformer
+from tests.tiny_sd3 import perturbed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -43,12 +43,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def transformer() -> SD3Transformer2DModel:
-    model = new_transformer(SIZES["tiny3"].transformer_config(), 0)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-    return model
+    return perturbed(SIZES["tiny3"].transformer_config())
 
 
 def prepared(real: bool, masked: bool = False, seed: int = 2) -> Batch:

@@ -13,6 +13,9 @@ from sd3_light.config import SIZES
 from sd3_light.core.compiling import compile_blocks
 from sd3_light.families.sd3.layers import build_layers, run_layers, unpatchify
 from sd3_light.families.sd3.random_weights import new_transformer
+from tests.tiny_sd3 import perturbed
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 TINY2, TINY3 = SIZES["tiny2"].transformer_config(), SIZES["tiny3"].transformer_config()
 DUAL = {**TINY2, "dual_attention_layers": (0,)}
@@ -24,21 +27,6 @@ CONFIGS = {
     "one-block": replace(SIZES["tiny2"], num_layers=1).transformer_config(),
 }
 LATENTS = [(8, 8), (4, 12), (10, 6)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-def stock(config: dict[str, Any], seed: int = 0) -> SD3Transformer2DModel:
-    """A model in which every weight matters: gates and output are not zero."""
-    transformer = new_transformer(config, seed)
-    generator = torch.Generator().manual_seed(seed + 1)
-    with torch.no_grad():
-        for parameter in transformer.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-    return transformer
 
 
 def inputs(height: int = 8, width: int = 8, batch: int = 2, tokens: int = 9) -> list[Tensor]:
@@ -79,7 +67,7 @@ def gradients(transformer: SD3Transformer2DModel, output: Tensor) -> dict[str, T
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize(("height", "width"), LATENTS)
 def test_the_list_equals_the_stock_forward_bit_for_bit(name: str, height: int, width: int) -> None:
-    transformer, features = stock(CONFIGS[name]), inputs(height, width)
+    transformer, features = perturbed(CONFIGS[name]), inputs(height, width)
     with torch.no_grad():
         expected = stock_forward(transformer, features)
         actual = list_forward(transformer, features)
@@ -90,7 +78,7 @@ def test_the_list_equals_the_stock_forward_bit_for_bit(name: str, height: int, w
 
 @pytest.mark.parametrize("name", ["tiny3", "no-qk-norm", "dual"])
 def test_its_gradients_equal_the_stock_ones(name: str) -> None:
-    transformer, features = stock(CONFIGS[name]), inputs(6, 8)
+    transformer, features = perturbed(CONFIGS[name]), inputs(6, 8)
     expected = gradients(transformer, stock_forward(transformer, features))
     actual = gradients(transformer, list_forward(transformer, features))
     assert set(actual) == set(expected)
@@ -98,7 +86,7 @@ def test_its_gradients_equal_the_stock_ones(name: str) -> None:
 
 
 def test_checkpointing_changes_nothing() -> None:
-    transformer, features = stock(DUAL), inputs(6, 8)
+    transformer, features = perturbed(DUAL), inputs(6, 8)
     plain_output = list_forward(transformer, features)
     plain = gradients(transformer, plain_output)
     calls: list[str] = []
@@ -113,7 +101,7 @@ def test_checkpointing_changes_nothing() -> None:
 
 
 def test_layers_share_the_modules_of_the_transformer() -> None:
-    transformer = stock(TINY3)
+    transformer = perturbed(TINY3)
     layers = build_layers(transformer)
     assert len(layers) == 1 + 3 + 1
     expected = {id(parameter) for parameter in transformer.parameters()}
@@ -147,7 +135,7 @@ def text_by_layer(transformer: SD3Transformer2DModel, features: list[Tensor]) ->
 
 @pytest.mark.parametrize("target", [0, 1])
 def test_the_text_of_a_target_layer_is_kept(target: int) -> None:
-    transformer, features = stock(TINY3), inputs()
+    transformer, features = perturbed(TINY3), inputs()
     expected = text_by_layer(transformer, features)
     assert len(expected) == 3  # the last block has no text output
     assert not torch.equal(expected[0], expected[1])
@@ -162,7 +150,7 @@ def test_the_text_of_a_target_layer_is_kept(target: int) -> None:
 @pytest.mark.parametrize("target", [2, 3, 4, -1])
 def test_a_layer_without_a_later_text_is_rejected(target: int) -> None:
     with pytest.raises(AssertionError):
-        build_layers(stock(TINY3), target)
+        build_layers(perturbed(TINY3), target)
 
 
 # --- real text tokens --------------------------------------------------------------------------
@@ -190,7 +178,7 @@ def dirty(features: list[Tensor], scale: float) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_real_sample_does_not_depend_on_its_batch(name: str) -> None:
-    transformer, features = stock(CONFIGS[name]), real_inputs()
+    transformer, features = perturbed(CONFIGS[name]), real_inputs()
     target = 0 if CONFIGS[name]["num_layers"] > 1 else None
     expected = [stock_forward(transformer, one_sample(features, at)[:4]).detach() for at in range(3)]
     layers = build_layers(transformer, target, real_text=True)
@@ -210,7 +198,7 @@ def test_a_real_sample_does_not_depend_on_its_batch(name: str) -> None:
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_its_gradient_does_not_depend_on_its_batch(name: str, checkpointing: bool) -> None:
     """The gradient of a batch is the sum of its samples' gradients, whatever the padding contains."""
-    transformer, features = stock(CONFIGS[name]), real_inputs()
+    transformer, features = perturbed(CONFIGS[name]), real_inputs()
     layers = build_layers(transformer, real_text=True)
     weight = torch.linspace(-1, 1, 3 * 16 * 6 * 8).view(3, 16, 6, 8)
 
@@ -232,7 +220,7 @@ def test_its_gradient_does_not_depend_on_its_batch(name: str, checkpointing: boo
 def test_lengths_pass_through_the_layers_as_integers() -> None:
     """A pipeline may cut anywhere, and sends no gradient for them."""
     state: Any = tuple(real_inputs())
-    *inner, output = build_layers(stock(TINY3), 1, real_text=True)
+    *inner, output = build_layers(perturbed(TINY3), 1, real_text=True)
     for layer in inner:
         state = layer(state)
         assert all(isinstance(part, Tensor) for part in state)
@@ -244,7 +232,7 @@ def test_lengths_pass_through_the_layers_as_integers() -> None:
 
 
 def test_a_processor_that_ignores_masks_is_rejected() -> None:
-    transformer, features = stock(TINY3), real_inputs()
+    transformer, features = perturbed(TINY3), real_inputs()
     layers = build_layers(transformer, real_text=True)
     transformer.set_attn_processor(JointAttnProcessor2_0())
     with pytest.raises(AssertionError, match="padded text"):
@@ -325,7 +313,7 @@ def test_blocks_start_as_the_identity_and_the_output_at_zero() -> None:
 @pytest.mark.parametrize("name", ["tiny2", "tiny3", "no-qk-norm", "dual"])
 def test_every_parameter_gets_a_gradient(name: str) -> None:
     """At the start gates are zero and hide their blocks, so the weights are perturbed first."""
-    transformer = stock(CONFIGS[name])
+    transformer = perturbed(CONFIGS[name])
     grads = gradients(transformer, list_forward(transformer, inputs()))
     assert set(grads) == {key for key, _ in transformer.named_parameters()}, "engines need all gradients"
     assert {key for key, gradient in grads.items() if not gradient.any()} == unused_weights(transformer)
@@ -359,7 +347,7 @@ def test_compiling_changes_no_names(monkeypatch: pytest.MonkeyPatch) -> None:
         return forward
 
     monkeypatch.setattr(torch, "compile", compile_one)
-    transformer = stock(TINY3)
+    transformer = perturbed(TINY3)
     names = list(transformer.state_dict())
     compile_blocks(transformer)
     assert compiled == list(transformer.transformer_blocks)

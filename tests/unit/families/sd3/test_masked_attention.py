@@ -17,6 +17,9 @@ from sd3_light.families.sd3.masked_attention import (
     use_masked_attention,
 )
 from sd3_light.families.sd3.random_weights import new_transformer
+from tests.tiny_sd3 import perturbed
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 TINY2 = SIZES["tiny2"].transformer_config()
 CONFIGS = {
@@ -28,20 +31,9 @@ CONFIGS = {
 LENGTHS = [9, 4, 1]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(params=CONFIGS)
 def transformer(request: pytest.FixtureRequest) -> SD3Transformer2DModel:
-    """A model in which every weight matters."""
-    model = new_transformer(CONFIGS[request.param], 0)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-    return model
+    return perturbed(CONFIGS[request.param])
 
 
 def inputs(batch: int = 3, tokens: int = 9) -> dict[str, Tensor]:

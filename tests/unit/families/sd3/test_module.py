@@ -15,7 +15,7 @@ from sd3_light.engines import Launch
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.families.sd3.layers import build_layers, run_layers
 from sd3_light.families.sd3.module import SD3TrainingModule
-from sd3_light.families.sd3.random_weights import new_transformer
+from tests.tiny_sd3 import perturbed
 from tests.unit.engines.test_cuda_graphs import Recorder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -25,12 +25,7 @@ KINDS = ("real", "padded")
 
 
 def transformer() -> SD3Transformer2DModel:
-    model = new_transformer(SIZES["tiny3"].transformer_config(), 0)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-    return model
+    return perturbed(SIZES["tiny3"].transformer_config())
 
 
 def prepared(masked: bool = False, dtype: torch.dtype = torch.float32) -> Batch:

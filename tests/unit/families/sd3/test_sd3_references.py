@@ -15,7 +15,6 @@ from torch import Tensor
 
 from sd3_light.assets import DEMO
 from sd3_light.check import verb as check
-from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config import SIZES, ConfigFaults, TrainConfig, UserError
 from sd3_light.config.schema_tables import MetricsConfig
@@ -38,6 +37,7 @@ from sd3_light.sample.in_training import Sampler
 from sd3_light.train.measurement import caption_requests
 from sd3_light.train.verb import Resume
 from sd3_light.world.edits import AFTER, BEFORE, draw_edits, write_edits
+from tests.checkpoints import same, tensors
 from tests.project import Project
 from tests.stock_project import LORA
 from tests.unit.families.sd3.test_module import prepared, transformer
@@ -209,16 +209,11 @@ def run(project: Project, name: str, *keys: str, resume: Resume | None = None) -
     """Train, and return all tensors of the last checkpoint."""
     project.train(f'output_dir="{name}"', *keys, resume=resume)
     last = max((project.folder / name / "checkpoints").glob("step-*"))
-    saved = open_checkpoint(last)
-    return {key: saved.tensor(key) for key in saved.shapes}
+    return tensors(last)
 
 
 @pytest.mark.parametrize("tables", ["", LORA], ids=["full", "lora"])
-def test_a_run_resumes_exactly_from_shards_and_from_memory(
-    project: Project, tables: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
-    monkeypatch.setattr("sd3_light.export.adapter_folder.prove_adapter", lambda *_: {})
+def test_a_run_resumes_exactly_from_shards_and_from_memory(project: Project, unproven: None, tables: str) -> None:
     if tables:
         continued(project)
     project.train_toml.write_text(project.train_toml.read_text(encoding="utf-8") + tables, encoding="utf-8")
@@ -226,8 +221,7 @@ def test_a_run_resumes_exactly_from_shards_and_from_memory(
     whole = run(project, "whole", *keys)
     run(project, "parts", "max_steps=2", *keys)
     resumed = run(project, "parts", 'cache_residence="host"', *keys, resume=Resume())
-    assert whole.keys() == resumed.keys()
-    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+    assert same(whole, resumed)
     if tables:
         card = max((project.folder / "whole" / "exports").glob("step-*")) / "README.md"
         assert "sd3-light sample --reference" in card.read_text(encoding="utf-8")
@@ -266,9 +260,8 @@ def test_an_export_is_proven_with_a_reference_and_draws_with_one(project: Projec
         generate(pipe, [replace(requests[0], references=tuple(paths[:2]))], policy)
 
 
-def test_sample_grids_see_the_reference_of_each_image(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sample_grids_see_the_reference_of_each_image(project: Project, unproven: None) -> None:
     """The images of a run's weights are those of its export, also two sizes beside one without a reference."""
-    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
     before = project.folder / "pairs" / BEFORE
     images = [
         {"references": [str(before / "000000.png")]},

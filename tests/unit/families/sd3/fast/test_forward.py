@@ -16,7 +16,9 @@ from sd3_light.families.sd3.fast.block import BlockOptions, Keep
 from sd3_light.families.sd3.fast.forward import FastDenoiser, why_stock
 from sd3_light.families.sd3.fast.row_plan import fill_rows
 from sd3_light.families.sd3.layers import build_layers, run_layers
-from sd3_light.families.sd3.random_weights import new_transformer
+from tests.tiny_sd3 import perturbed
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CONFIGS = {
     "three-blocks": replace(SIZES["tiny2"], num_layers=3).transformer_config(),
@@ -24,21 +26,6 @@ CONFIGS = {
     "no-qk-norm": replace(SIZES["tiny2"], qk_norm=False).transformer_config(),
 }
 LENGTHS = [9, 1, 4]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-def perturbed_transformer(config: dict[str, Any]) -> SD3Transformer2DModel:
-    """Return a model without zero weights, so that each weight affects the output."""
-    transformer = new_transformer(config, 0)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in transformer.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-    return transformer
 
 
 def features(batch: int = 3) -> list[Tensor]:
@@ -63,7 +50,7 @@ def stock_patches(transformer: SD3Transformer2DModel, lengths: list[int] | None)
 @pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["padded", "real"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_forward_and_backward_match_the_stock_blocks(name: str, lengths: list[int] | None) -> None:
-    transformer = perturbed_transformer(CONFIGS[name])
+    transformer = perturbed(CONFIGS[name])
     expected = stock_patches(transformer, lengths)
     expected_grads = gradients(transformer, expected)
     for keep, sharded in product(get_args(Keep), (False, True)):
@@ -78,7 +65,7 @@ def test_forward_and_backward_match_the_stock_blocks(name: str, lengths: list[in
 
 
 def test_replaced_weight_data_is_used() -> None:
-    transformer = perturbed_transformer(CONFIGS["one-block"])
+    transformer = perturbed(CONFIGS["one-block"])
     denoiser = FastDenoiser(transformer, torch.float32)
     before = denoiser(features())
     out = transformer.transformer_blocks[0].attn.to_out[0]
@@ -89,10 +76,10 @@ def test_replaced_weight_data_is_used() -> None:
 
 
 def test_why_stock_names_unsupported_transformers() -> None:
-    assert why_stock(perturbed_transformer(CONFIGS["no-qk-norm"])) is None
-    dual = perturbed_transformer({**CONFIGS["three-blocks"], "dual_attention_layers": (0,)})
+    assert why_stock(perturbed(CONFIGS["no-qk-norm"])) is None
+    dual = perturbed({**CONFIGS["three-blocks"], "dual_attention_layers": (0,)})
     assert "second attention" in str(why_stock(dual))
-    adapted = perturbed_transformer(CONFIGS["one-block"])
+    adapted = perturbed(CONFIGS["one-block"])
     adapted.transformer_blocks[0].attn.to_out[0] = torch.nn.Sequential(adapted.transformer_blocks[0].attn.to_out[0])
     assert "adapters" in str(why_stock(adapted))
     with pytest.raises(AssertionError, match="adapters"):
@@ -101,7 +88,7 @@ def test_why_stock_names_unsupported_transformers() -> None:
 
 def test_rows_after_the_last_sample_change_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the number of joined rows of real text is rounded up."""
-    transformer = perturbed_transformer(CONFIGS["three-blocks"])
+    transformer = perturbed(CONFIGS["three-blocks"])
     expected = FastDenoiser(transformer, torch.float32)(features(), LENGTHS)
     expected_grads = gradients(transformer, expected)
     make_plan = forward.make_plan
@@ -118,7 +105,7 @@ def test_rows_after_the_last_sample_change_no_result(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("lengths", [LENGTHS, [9, 9, 9], [1, 1, 1]], ids=["mixed", "full", "short"])
 def test_text_with_fillers_has_the_same_results(lengths: list[int]) -> None:
-    transformer = perturbed_transformer(CONFIGS["three-blocks"])
+    transformer = perturbed(CONFIGS["three-blocks"])
     expected = FastDenoiser(transformer, torch.float32)(features(), lengths)
     expected_grads = gradients(transformer, expected)
     for keep in get_args(Keep):

@@ -17,14 +17,11 @@ from sd3_light.families.sd3.fast.block import BlockOptions, Keep
 from sd3_light.families.sd3.fast.forward import FastDenoiser
 from sd3_light.families.sd3.fast.fp8 import E4M3, Fp8Rows, multiply, plain_rows, to_form
 from sd3_light.families.sd3.fast.weights import WeightCopies
-from sd3_light.families.sd3.random_weights import new_transformer
+from tests.tiny_sd3 import perturbed
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 LENGTHS = [9, 1, 4]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def normal(*shape: int) -> Tensor:
@@ -32,12 +29,7 @@ def normal(*shape: int) -> Tensor:
 
 
 def perturbed_transformer() -> SD3Transformer2DModel:
-    transformer = new_transformer(SIZES["tiny2"].transformer_config(), 0)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in transformer.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-    return transformer
+    return perturbed(SIZES["tiny2"].transformer_config())
 
 
 def relative_distance(actual: Tensor, expected: Tensor) -> float:
