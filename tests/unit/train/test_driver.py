@@ -1,11 +1,11 @@
 """The driver with an engine of one weight: what is saved after which error, and how a run ends."""
 
-import math
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,35 +19,21 @@ from sd3_light.config import EmaConfig
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
 from sd3_light.engines.processes import ProcessGroups
-from sd3_light.engines.protocol import MicroBatch, StepNumbers, StepStream, TensorPiece
+from sd3_light.engines.protocol import MicroBatch, StepStream, TensorPiece
 from sd3_light.export.export_spec import ExportError
 from sd3_light.export.proof import ProofError
 from sd3_light.optim.ema import Averages
 from sd3_light.train.driver import Driver, HookSchedule, RunHooks
 from sd3_light.train.loop import Run, every
 from sd3_light.train.measurement import Measurement
+from tests.unit.train.test_loop import CountingEngine, numbered
 from tests.waiting import HANG_SECONDS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-class Result:
-    ready = True
-
-    def __init__(self, numbers: StepNumbers) -> None:
-        self.numbers = numbers
-
-    def seconds_since(self, earlier: "Result") -> None:
-        return None
-
-    def read(self) -> StepNumbers:
-        return self.numbers
-
-
-class OneWeight:
-    """Each step adds 1 to its weight; ``early`` errors are raised before it, ``errors`` after it."""
-
-    rank, world, writers, updates_started = 0, 1, 1, 0
+class OneWeight(CountingEngine):
+    """Raises ``early`` errors before a step, ``errors`` after it."""
 
     def __init__(
         self,
@@ -55,25 +41,18 @@ class OneWeight:
         errors: Mapping[int, Exception] | None = None,
         early: Mapping[int, Exception] | None = None,
     ) -> None:
-        self.bad, self.errors, self.early, self.weight = set(bad), errors or {}, early or {}, torch.zeros(1)
-
-    @property
-    def weights(self) -> Mapping[str, Tensor]:
-        return {"w": self.weight}
+        super().__init__(bad)
+        self.errors, self.early = errors or {}, early or {}
 
     def train_step(self, batches: Sequence[MicroBatch], lr: float) -> Any:
         number = batches[0][0][0]
-        taken = number not in self.bad
         if number in self.early:
             raise self.early[number]
         self.updates_started += 1
-        self.weight += taken
+        result = super().train_step(batches, lr)
         if number in self.errors:
             raise self.errors[number]
-        return Result(StepNumbers({"loss": 1.0 if taken else math.nan}, 1.0, taken))
-
-    def weight_norm(self) -> torch.Tensor:
-        return torch.tensor(float(self.weight))
+        return result
 
     def pieces(self) -> Iterator[TensorPiece]:
         return self.like_weights("param", self.weights)
@@ -83,12 +62,6 @@ class OneWeight:
 
     def gather(self, held: Mapping[str, Tensor], to_host: Any = None) -> dict[str, Tensor]:
         return {"w": held["w"].clone()}
-
-
-def numbered(first: int) -> StepStream:
-    while True:
-        yield [((first,), (None,))]
-        first += 1
 
 
 class Case:
@@ -202,13 +175,7 @@ def test_hooks_see_the_average_and_the_weights_come_back(tmp_path: Path) -> None
     case = Case(tmp_path, hooks=hooks, schedule=HookSchedule(*(3 * [every(6)])))
     case.train()
     average = float(case.averages.tracks["ema"].shadow["w"])
-    assert seen == {
-        "evaluate 0": 6.0,
-        "evaluate 1": average,
-        "sample ema": average,
-        "save": average,
-        "finish": average,
-    }
+    assert seen == {"evaluate 0": 6.0, **dict.fromkeys(["evaluate 1", "sample ema", "save", "finish"], average)}
     assert float(case.engine.weight) == 6.0
     assert case.of("eval", "weights") == ["raw", "ema"]
     assert case.of("sample", "file") == ["samples/a.png"]
@@ -233,19 +200,14 @@ def test_after_an_error_the_last_complete_step_is_saved(tmp_path: Path, error: E
 
 
 def test_a_checkpoint_of_the_same_step_is_not_written_again(tmp_path: Path) -> None:
-    def fail(progress: Progress) -> None:
-        raise UserError("no room")
-
-    case = Case(tmp_path, hooks=RunHooks(finish=fail))
+    case = Case(tmp_path, hooks=RunHooks(finish=Mock(side_effect=UserError("no room"))))
     assert case.error() == "no room (step 6 is saved: --resume continues from there)"
     assert case.of("checkpoint") == [6]
 
 
 def test_other_errors_are_saved_too(tmp_path: Path) -> None:
-    def fail(progress: Progress) -> None:
-        raise ValueError("a bug")
-
-    between = Case(tmp_path / "between", hooks=RunHooks(save=fail), schedule=HookSchedule(save=every(3)))
+    hooks = RunHooks(save=Mock(side_effect=ValueError("a bug")))
+    between = Case(tmp_path / "between", hooks=hooks, schedule=HookSchedule(save=every(3)))
     assert between.error(ValueError) == "a bug"
     assert between.saved() == ["step-00000003"]
     forward = Case(tmp_path / "forward", OneWeight(early={3: ValueError("a bug")}))
@@ -263,11 +225,8 @@ def test_a_step_that_fails_while_it_updates_is_not_saved(tmp_path: Path, error: 
 
 
 def test_an_average_that_fails_to_update_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise ValueError("a bug")
-
     case = Case(tmp_path)
-    monkeypatch.setattr(case.averages, "update", fail)
+    monkeypatch.setattr(case.averages, "update", Mock(side_effect=ValueError("a bug")))
     case.error(ValueError)
     assert case.saved() == []
 
@@ -298,6 +257,7 @@ def test_nothing_is_saved_where_it_would_do_harm(tmp_path: Path) -> None:
 
 
 NO_SPACE = OSError(28, "No space left on device")
+FREE = "free disk space or fix the disk, then resume"
 
 
 @pytest.fixture
@@ -354,12 +314,7 @@ def test_a_run_stops_if_its_first_save_fails(tmp_path: Path, full: set[str]) -> 
     """At step 3 the failure of step 2 is known; another attempt is made at the end of that step's successor."""
     full.add("step-")
     case = slowly(Case(tmp_path, schedule=HookSchedule(checkpoint=every(2))))
-    message = case.error()
-    assert re.fullmatch(
-        r"the checkpoint at step 4 failed: No space left on device; no checkpoint was ever saved: free disk "
-        r"space or fix the disk, then start again",
-        message,
-    )
+    assert case.error().startswith("the checkpoint at step 4 failed: No space left on device; no checkpoint was ever")
     assert (case.of("checkpoint_failed"), case.of("stop")) == ([2, 4], [4])
     assert case.saved() == []
 
@@ -379,10 +334,7 @@ def test_a_disk_that_cannot_be_listed_is_reported_like_a_full_one(
 ) -> None:
     """As a network's disk that went stale: the save failed, and nothing else."""
     full.add("step-")
-
-    def stale(folder: Path) -> Path | None:
-        raise OSError(116, "Stale file handle")
-
+    stale = Mock(side_effect=OSError(116, "Stale file handle"))
     monkeypatch.setattr("sd3_light.checkpoint.store.newest_checkpoint", stale)
     case = slowly(Case(tmp_path, schedule=HookSchedule(checkpoint=every(2))))
     assert "no checkpoint was ever saved" in case.error()
@@ -419,12 +371,9 @@ def test_an_export_that_cannot_be_written_before_the_first_checkpoint_stops_the_
     tmp_path: Path, full: set[str], error: Exception, stops: bool
 ) -> None:
     """If it is written and only its verification fails, checkpoints can be written too."""
-
-    def export(*_: object) -> Path:
-        raise error
-
     full.add("step-")
-    case = slowly(Case(tmp_path, hooks=RunHooks(export=export), schedule=HookSchedule(export=every(2))))
+    hooks = RunHooks(export=Mock(side_effect=error))
+    case = slowly(Case(tmp_path, hooks=hooks, schedule=HookSchedule(export=every(2))))
     assert "no checkpoint was ever saved" in case.error()
     assert case.of("stop") == [4 if stops else 6]
 
@@ -435,21 +384,14 @@ def test_an_export_that_cannot_be_written_before_the_first_checkpoint_stops_the_
         (ProofError("its output differs by 1.0"), "resume"),
         (ExportError("w contains NaN"), "resume"),
         (PermissionError(13, "Permission denied"), "resume"),
-        (OSError(28, "No space left on device"), "free disk space or fix the disk, then resume"),
-        (
-            SafetensorError("I/O error: Disk quota exceeded (os error 122)"),
-            "free disk space or fix the disk, then resume",
-        ),
+        (OSError(28, "No space left on device"), FREE),
+        (SafetensorError("I/O error: Disk quota exceeded (os error 122)"), FREE),
     ],
     ids=["proof", "weights", "permission", "full", "quota"],
 )
 def test_a_failed_export_says_what_to_do(tmp_path: Path, error: Exception, remedy: str) -> None:
     """Only errors of the disk ask for disk space; the checkpoint is saved, and the export can be repeated."""
-
-    def export(*_: object) -> Path:
-        raise error
-
-    case = Case(tmp_path, hooks=RunHooks(export=export))
+    case = Case(tmp_path, hooks=RunHooks(export=Mock(side_effect=error)))
     assert case.error() == (
         f"the export at step 6 failed: {error}; the checkpoint is intact: {remedy}, or run "
         f"`sd3-light export {tmp_path} OUT` (step 6 is saved: --resume continues from there)"
@@ -460,15 +402,9 @@ def test_a_failed_export_says_what_to_do(tmp_path: Path, error: Exception, remed
 
 def test_a_failed_checkpoint_is_named_before_a_failed_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing can be exported from a checkpoint that was not written."""
-
-    def refuse(*_: Any) -> int:
-        raise PermissionError(13, "Permission denied")
-
-    def export(*_: object) -> Path:
-        raise ProofError("its output differs by 1.0")
-
+    refuse = Mock(side_effect=PermissionError(13, "Permission denied"))
     monkeypatch.setattr("sd3_light.checkpoint.background.write_part", refuse)
-    message = Case(tmp_path, hooks=RunHooks(export=export)).error()
+    message = Case(tmp_path, hooks=RunHooks(export=Mock(side_effect=ProofError("it differs by 1.0")))).error()
     assert message == (
         "the checkpoint at step 6 failed: Permission denied; no checkpoint was ever saved: fix the cause, then "
         "start again"
@@ -538,9 +474,7 @@ def test_the_catch_up_counts_the_samples_of_the_last_batch(
 
 
 def test_a_sample_that_cannot_be_written_does_not_stop_the_run(tmp_path: Path) -> None:
-    def sample(progress: Progress, weights: str) -> Path:
-        raise OSError(28, "No space left on device", "x.png")
-
+    sample = Mock(side_effect=OSError(28, "No space left on device", "x.png"))
     case = Case(tmp_path, hooks=RunHooks(sample=sample), schedule=HookSchedule(sample=every(3)))
     assert case.train().step == 6
     assert case.of("sample_failed") == [3, 6]

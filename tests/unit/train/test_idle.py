@@ -1,6 +1,5 @@
 """A device's idle time on a simulated clock: how it is measured, and which cause is named."""
 
-import itertools
 import re
 from collections import deque
 from collections.abc import Sequence
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 from sd3_light.config import TrainConfig
-from sd3_light.config.faults import UserError
 from sd3_light.data.loader import LoadTimes
 from sd3_light.engines import Launch
 from sd3_light.engines.protocol import MicroBatch, StepNumbers, StepStream
@@ -223,20 +221,6 @@ def test_every_record_has_the_time_of_its_steps(
     assert min(times) > 0.99 * device.milliseconds["work"]
     assert times[-1] == pytest.approx(milliseconds, rel=0.25)
     assert 1000 * records[0]["seconds"] > 0.99 * device.milliseconds["work"]
-
-
-def test_a_late_record_is_written_if_the_data_end_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, records = Device(data=1, launch=3, work=20), list[dict[str, Any]]()
-    steps = device.steps
-
-    def some_steps(first: int) -> StepStream:
-        yield from itertools.islice(steps(first), 4)
-        raise UserError("a shard is damaged")
-
-    device.steps = some_steps  # type: ignore[method-assign]
-    with pytest.raises(UserError, match="damaged"):
-        train_on(device, 100, monkeypatch, logging_steps=2, records=records)
-    assert [record["step"] for record in records] == [2, 4]
 
 
 def test_waits_after_excluded_work_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from typing import Any
@@ -15,8 +15,7 @@ from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.requests import RunRequests
 from sd3_light.config import EmaConfig
 from sd3_light.config.faults import UserError
-from sd3_light.core.batch import Batch
-from sd3_light.engines.protocol import MicroBatch, StepNumbers, StepStream, TensorPiece
+from sd3_light.engines.protocol import MicroBatch, StepNumbers, StepStream
 from sd3_light.optim.ema import Averages
 from sd3_light.train.loop import Hook, Run, every, train
 from sd3_light.train.meter import Meter
@@ -62,26 +61,8 @@ class CountingEngine:
         self.results.append(Result(StepNumbers(losses, 2.0, taken), self.late))
         return self.results[-1]
 
-    def evaluate(self, batch: MicroBatch) -> Tensor:
-        raise NotImplementedError
-
-    def sum_over_ranks(self, numbers: Tensor) -> Tensor:
-        return numbers
-
     def weight_norm(self) -> torch.Tensor:
         return torch.tensor(float(self.weight))
-
-    def pieces(self) -> Iterator[TensorPiece]:
-        raise NotImplementedError
-
-    def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[TensorPiece]:
-        raise NotImplementedError
-
-    def gather(self, held: Mapping[str, Tensor], to_host: Any = None) -> dict[str, Tensor] | None:
-        raise NotImplementedError
-
-    def denoise(self, batch: Batch) -> Tensor:
-        raise NotImplementedError
 
 
 def numbered(first: int) -> StepStream:
@@ -118,35 +99,20 @@ def fired(due: Callable[[Progress, Progress], bool], total: int, samples: int = 
 # --- steps -------------------------------------------------------------------------------------
 
 
-def test_it_trains_every_step_once_at_its_rate() -> None:
+@pytest.mark.parametrize(
+    ("start", "end", "seen"),
+    [
+        (Progress(), Progress(5, 20, 0, 5), [(number, number / 100) for number in range(5)]),
+        (Progress(3, 12, 1, 3), Progress(5, 20, 1, 5), [(3, 0.03), (4, 0.04)]),
+        (Progress(3, 12, 0, 0), Progress(5, 20, 0, 2), [(0, 0.03), (1, 0.04)]),
+        (Progress(5, 20, 0, 5), Progress(5, 20, 0, 5), []),
+    ],
+    ids=["whole", "resumed", "restarted data", "finished"],
+)
+def test_it_trains_every_step_once_at_its_rate(start: Progress, end: Progress, seen: list[Any]) -> None:
     engine = CountingEngine()
-    assert train(run(5, engine)) == Progress(step=5, samples=20, skipped=0, position=5)
-    assert engine.seen == [(number, number / 100) for number in range(5)]
-
-
-def test_it_resumes_at_its_progress() -> None:
-    engine = CountingEngine()
-    assert train(run(5, engine, progress=Progress(3, 12, 1, 3))) == Progress(5, 20, 1, 5)
-    assert engine.seen == [(3, 0.03), (4, 0.04)]
-
-
-def test_restarted_data_do_not_move_the_schedule() -> None:
-    engine = CountingEngine()
-    assert train(run(5, engine, progress=Progress(3, 12, 0, 0))) == Progress(5, 20, 0, 2)
-    assert engine.seen == [(0, 0.03), (1, 0.04)]
-
-
-def test_a_run_in_two_parts_equals_the_whole() -> None:
-    whole, first, second = CountingEngine(), CountingEngine(), CountingEngine()
-    end = train(run(7, whole))
-    assert train(run(7, second, progress=train(run(3, first)))) == end
-    assert first.seen + second.seen == whole.seen
-
-
-def test_a_finished_run_does_nothing() -> None:
-    engine = CountingEngine()
-    assert train(run(5, engine, progress=Progress(5, 20, 0, 5))) == Progress(5, 20, 0, 5)
-    assert engine.seen == []
+    assert train(run(5, engine, progress=start)) == end
+    assert engine.seen == seen
 
 
 def test_samples_are_counted_per_step() -> None:
@@ -226,21 +192,23 @@ def test_the_last_step_is_logged_before_an_error_of_the_data() -> None:
 # --- hooks -------------------------------------------------------------------------------------
 
 
-def test_every_n_steps() -> None:
-    assert fired(every(steps=3), 10) == [3, 6, 9]
-    assert fired(every(steps=1), 3) == [1, 2, 3]
-    assert fired(every(steps=20), 10) == []
-
-
-def test_every_n_epochs_at_the_boundary_itself() -> None:
-    assert fired(every(epochs=1, steps_per_epoch=4), 12) == [4, 8, 12]
-    assert fired(every(epochs=2, steps_per_epoch=3), 13) == [6, 12]
-
-
-def test_every_n_examples_when_a_multiple_is_passed() -> None:
-    assert fired(every(examples=10), 10, samples=4) == [3, 5, 8, 10]
-    assert fired(every(examples=4), 3, samples=4) == [1, 2, 3]
-    assert fired(every(examples=3), 3, samples=10) == [1, 2, 3]  # several multiples in one step act once
+@pytest.mark.parametrize(
+    ("due", "total", "samples", "steps"),
+    [
+        ({"steps": 3}, 10, 4, [3, 6, 9]),
+        ({"steps": 1}, 3, 4, [1, 2, 3]),
+        ({"steps": 20}, 10, 4, []),
+        ({"epochs": 1, "steps_per_epoch": 4}, 12, 4, [4, 8, 12]),  # at the boundary itself
+        ({"epochs": 2, "steps_per_epoch": 3}, 13, 4, [6, 12]),
+        ({"examples": 10}, 10, 4, [3, 5, 8, 10]),  # when a multiple is passed
+        ({"examples": 4}, 3, 4, [1, 2, 3]),
+        ({"examples": 3}, 3, 10, [1, 2, 3]),  # several multiples in one step act once
+        ({"steps": 4, "epochs": 1, "steps_per_epoch": 6}, 12, 4, [4, 6, 8, 12]),
+        ({}, 20, 4, []),
+    ],
+)
+def test_hooks_act_at_their_intervals(due: dict[str, int], total: int, samples: int, steps: list[int]) -> None:
+    assert fired(every(**due), total, samples) == steps
 
 
 @pytest.mark.parametrize("due", [{"steps": 3}, {"epochs": 1, "steps_per_epoch": 4}, {"examples": 10}])
@@ -249,14 +217,6 @@ def test_a_resumed_run_keeps_the_intervals(due: dict[str, int]) -> None:
     whole = fired(every(**due), 12)
     for first in range(12):
         assert fired(every(**due), 12, first=first) == [step for step in whole if step > first]
-
-
-def test_several_intervals_fire_together_once() -> None:
-    assert fired(every(steps=4, epochs=1, steps_per_epoch=6), 12) == [4, 6, 8, 12]
-
-
-def test_no_interval_never_fires() -> None:
-    assert fired(every(), 20) == []
 
 
 def test_hooks_act_after_the_step_in_order() -> None:
@@ -288,16 +248,13 @@ def test_it_stops_after_too_many_in_a_row() -> None:
         train(run(100, engine, max_nonfinite_steps=2, hooks=[hook]))
     assert len(engine.seen) == 6
     assert acted == [1, 2, 3, 4, 5]
+    with pytest.raises(UserError, match="1 steps in a row"):
+        train(run(9, CountingEngine(bad=[4]), max_nonfinite_steps=0))
 
 
 def test_a_good_step_resets_the_count() -> None:
     engine = CountingEngine(bad=[0, 1, 3, 4, 6, 7])
     assert train(run(9, engine, max_nonfinite_steps=2)).skipped == 6
-
-
-def test_zero_allowed_stops_at_the_first() -> None:
-    with pytest.raises(UserError, match="1 steps in a row"):
-        train(run(9, CountingEngine(bad=[4]), max_nonfinite_steps=0))
 
 
 def test_late_results_are_counted() -> None:

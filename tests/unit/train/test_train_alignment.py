@@ -18,7 +18,6 @@ from sd3_light.train.verb import Resume
 from tests.checkpoints import same, tensors
 from tests.judge_folders import write_vision
 from tests.project import Project
-from tests.unit.train.test_train_preferences import write_start
 
 HEAD = "heads.alignment.weight"
 FLOW = "objective.flow={}"
@@ -81,27 +80,6 @@ def test_a_run_resumes_with_the_same_bits(aligned: Project, table: str) -> None:
     assert same(tensors(saved(aligned, "run", 4)), tensors(saved(aligned, "again", 4)))
     assert terms(aligned, "again") == {step: terms(aligned)[step] for step in (3, 4)}
     assert terms(aligned)[3] > 0 == terms(aligned)[4]
-
-
-def test_a_lora_is_aligned(aligned: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sd3_light.export.adapter_folder.prove_adapter", lambda *_: {})
-    write_start(aligned)
-    aligned.train(FLOW, "objective.alignment={}", "adapter={rank=2}", "ema.enable=false", 'model.init="start"')
-    names = open_checkpoint(saved(aligned, "run", 4)).shapes
-    assert f"param/{HEAD}" in names
-    assert all(value > 0 for value in terms(aligned).values())
-
-
-def test_the_average_teaches_without_a_vision_model(aligned: Project) -> None:
-    aligned.train(FLOW, 'objective.alignment={teacher="average"}', "model.num_layers=4")
-    assert all(0 < value < 1.5 for value in terms(aligned).values())
-
-
-def test_a_cache_in_memory_gives_the_same_losses(aligned: Project) -> None:
-    term = (FLOW, "objective.alignment={}")
-    aligned.train(*term)
-    aligned.train(*term, 'output_dir="resident"', 'cache_residence="host"')
-    assert terms(aligned, "resident") == terms(aligned)
 
 
 def test_tokens_that_skip_the_block_are_left_out(aligned: Project) -> None:

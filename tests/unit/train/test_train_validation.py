@@ -111,23 +111,6 @@ def test_the_validation_loss_is_that_of_a_set_of_the_same_images(divided: Projec
     assert by_set["validation"]["flow"] == pytest.approx(by_set["val"]["flow"], rel=0.2)
 
 
-def test_memory_and_disk_give_the_same_run(divided: Project) -> None:
-    for residence in ("stream", "host"):
-        divided.train(*EVALUATED, f'cache_residence="{residence}"', f'output_dir="{residence}"')
-    assert divided.losses("stream") == divided.losses("host")
-    first, second = (
-        [(event["step"], event["flow"]) for event in divided.events("eval", run)] for run in ("stream", "host")
-    )
-    assert first == second
-
-
-def test_a_resumed_run_continues_exactly(divided: Project) -> None:
-    divided.train("max_steps=6", 'output_dir="whole"')
-    divided.train("max_steps=3", "checkpoint_every_n_steps=3")
-    divided.train("max_steps=6", resume=Resume())
-    assert {**divided.losses()} == divided.losses("whole")
-
-
 def test_two_processes_see_every_training_sample_once(divided: Project) -> None:
     divided.build_cache()
     loaded = divided.load()
