@@ -40,8 +40,3 @@ def test_errors_of_the_machine_are_not_user_code_errors(error: Exception, kind: 
         assert message in str(raised.value)
         assert "fix it" not in str(raised.value)
         assert "\n" not in str(raised.value)
-
-
-def test_other_errors_are_not_changed() -> None:
-    with pytest.raises(RuntimeError, match="a defect"), explain_runtime_errors():
-        raise RuntimeError("a defect")

@@ -14,14 +14,13 @@ from sd3_light.cost.training_setup import swapped_blocks
 from sd3_light.engines import Launch
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.families.sd3.module import SD3TrainingModule
-from sd3_light.families.sd3.random_weights import new_transformer
 from sd3_light.model import block_swap, host_inputs
 from sd3_light.model.block_swap import BlockSwap
-from sd3_light.model.wide_products import compute_in_float32
 from sd3_light.optim import units
 from sd3_light.optim.ema import Averages
 from tests.poisoned import poison
-from tests.unit.engines.test_release import CPU, MODEL, assert_equal, batch, run_steps, state
+from tests.tiny_sd3 import perturbed
+from tests.unit.engines.test_release import CPU, MODEL, assert_equal, batch, narrow_weights, run_steps, state
 
 KINDS = {"adamw": False, "adamw8bit": True, "adafactor": True, "adamw-narrow": True, "adamw8bit-wide": False}
 """Optimizers, and whether weights are in bfloat16."""
@@ -43,14 +42,9 @@ def make(folder: Path, kind: str = "adamw", trained: tuple[str, ...] = ("",), **
     table = {"output_dir": "out", "dataset": "data.toml", "max_steps": 10, "model": MODEL, "optimizer": optimizer}
     table |= {"gradient_clipping": 0.0, "gradient_release": True, **keys}
     config = TrainConfig.model_validate(table, context={"base": folder})
-    denoiser = new_transformer({**SIZES["tiny2"].transformer_config(), "num_layers": 5}, 0)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in denoiser.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-            parameter.data = parameter.data.bfloat16() if narrow and parameter.dim() > 1 else parameter.data
+    denoiser = perturbed({**SIZES["tiny2"].transformer_config(), "num_layers": 5})
     if narrow:
-        compute_in_float32(denoiser)
+        narrow_weights(denoiser)
     for name, parameter in denoiser.named_parameters():
         parameter.requires_grad_(any(part in name for part in trained))
     blocks = denoiser_blocks(denoiser)

@@ -78,11 +78,6 @@ def test_local_rank_without_a_launcher_is_a_user_error() -> None:
         Launch.detect(local_rank=0)
 
 
-def test_only_rank_0_is_main() -> None:
-    assert Launch(0, 0, 4).is_main
-    assert not Launch(1, 0, 4).is_main  # first of its machine, not of the run
-
-
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert Launch().device() == Launch().device("cpu") == torch.device("cpu")

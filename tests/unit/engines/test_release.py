@@ -13,10 +13,10 @@ from sd3_light.core.batch import Batch
 from sd3_light.engines import Launch
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.families.sd3.module import SD3TrainingModule
-from sd3_light.families.sd3.random_weights import new_transformer
 from sd3_light.model.wide_products import compute_in_float32
 from sd3_light.optim import units
 from sd3_light.optim.ema import Averages
+from tests.tiny_sd3 import perturbed
 
 CPU = torch.device("cpu")
 MODEL = {"diffusers_path": "folder", "train_type": "sd3_light_pretrain", "size": "tiny2"}
@@ -38,16 +38,18 @@ def settings(folder: Path, kind: str = "adamw", narrow: bool = False, **keys: An
 def make(folder: Path, kind: str = "adamw", narrow: bool = False, **keys: Any) -> TorchEngine:
     """Return an engine with a tiny denoiser without zero weights, so that every weight trains."""
     config = settings(folder, kind, narrow, **keys)
-    transformer = new_transformer(SIZES["tiny2"].transformer_config(), 0)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in transformer.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-            if narrow and parameter.dim() > 1:
-                parameter.data = parameter.data.bfloat16()
+    transformer = perturbed(SIZES["tiny2"].transformer_config())
     if narrow:
-        compute_in_float32(transformer)
+        narrow_weights(transformer)
     return TorchEngine(SD3TrainingModule(transformer, config), config, Launch(), CPU)
+
+
+def narrow_weights(transformer: nn.Module) -> None:
+    """Round matrices to bfloat16, as a run with bfloat16 weights does."""
+    for parameter in transformer.parameters():
+        if parameter.dim() > 1:
+            parameter.data = parameter.data.bfloat16()
+    compute_in_float32(transformer)
 
 
 def batch(seed: int = 2) -> Batch:

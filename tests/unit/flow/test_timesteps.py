@@ -85,18 +85,6 @@ def test_many_draws_follow_the_distribution(
     assert np.abs(expected - (np.arange(COUNT) + 0.5) / COUNT).max() < 1.63 / math.sqrt(COUNT)
 
 
-@pytest.mark.parametrize(("scale", "factor"), [(1.0, 1.0), (1.0, 3.0), (0.5, 3.0)])
-def test_many_draws_have_the_density_of_the_logit_normal(drawn: list[float], scale: float, factor: float) -> None:
-    """By change of variables: with z = (logit t - ln s) / scale the density is phi(z) / (scale t (1 - t))."""
-    times = np.array(times_from_quantiles(drawn, 256, settings(sigmoid_scale=scale, shift=factor)))
-    counts, edges = np.histogram(times, bins=20, range=(0, 1))
-    fine = np.linspace(0, 1, 20_001)[1:-1]
-    z = (np.log(fine / (1 - fine)) - math.log(factor)) / scale
-    density = np.exp(-(z**2) / 2) / (math.sqrt(2 * math.pi) * scale * fine * (1 - fine))
-    expected = [density[(fine > low) & (fine <= high)].sum() / 20_000 for low, high in pairwise(edges)]
-    assert np.abs(counts / COUNT - expected).max() < 0.005
-
-
 def test_extreme_quantiles_stay_inside() -> None:
     for u in (1e-12, 1 - 1e-12):
         assert 0 < quantile_to_time(u, "logit_normal", 1.0) < 1
@@ -108,22 +96,6 @@ def test_shift_is_its_definition() -> None:
             assert shift_time(float(t), shift) == pytest.approx(shift * t / (1 + (shift - 1) * t), abs=1e-12)
     assert shift_time(0.3, 1.0) == 0.3
     assert shift_time(0.5, 3.0) == pytest.approx(0.75)
-
-
-def test_shift_multiplies_the_noise_to_data_ratio() -> None:
-    """t / (1 - t) grows by the factor s at every t."""
-    for t in (0.1, 0.5, 0.9):
-        shifted = shift_time(t, 3.0)
-        assert shifted / (1 - shifted) == pytest.approx(3 * t / (1 - t))
-
-
-@pytest.mark.parametrize("shift", [0.3, 1.0, 3.0, 12.0])
-def test_shift_is_monotone_and_keeps_the_ends(shift: float) -> None:
-    values = [shift_time(float(t), shift) for t in np.linspace(0, 1, 101)]
-    assert (np.diff(values) > 0).all()
-    assert (values[0], values[-1]) == (0.0, pytest.approx(1.0))
-    if shift > 1:
-        assert all(after > before for before, after in zip(np.linspace(0, 1, 101)[1:-1], values[1:-1], strict=True))
 
 
 def test_flux_shift_at_its_two_anchors() -> None:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from sd3_light.config import SIZES, AdapterConfig
 from sd3_light.config.faults import UserError
-from sd3_light.families.sd3.random_weights import new_transformer
 from sd3_light.model.adapter_layers import (
     AdapterDropout,
     add_adapter,
@@ -19,6 +18,7 @@ from sd3_light.model.adapter_layers import (
     lycoris_modules,
 )
 from sd3_light.model.linears import adapter_layer_parameters, match_targets
+from tests.tiny_sd3 import perturbed
 
 TINY = SIZES["tiny2"].transformer_config()
 KINDS: list[dict[str, Any]] = [
@@ -32,12 +32,7 @@ KINDS: list[dict[str, Any]] = [
 
 
 def stock() -> SD3Transformer2DModel:
-    transformer = new_transformer(TINY, 0)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in transformer.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-    return transformer.eval()
+    return perturbed(TINY).eval()
 
 
 def adapter(**keys: Any) -> AdapterConfig:

@@ -16,7 +16,6 @@ from transformers import AutoModel, PreTrainedTokenizerBase
 from sd3_light.config.faults import UserError
 from sd3_light.evaluate.judge import load_judge, save_judge
 from sd3_light.parts.contrastive import CaptionedImages, TextOptions, TextTask, Towers, augment, captioned_images
-from sd3_light.parts.fit import Fit, FitOptions
 from sd3_light.parts.images import Pool
 from sd3_light.parts.sizes import TextSize
 from sd3_light.parts.text_encoders import encode, scale_outputs
@@ -24,8 +23,6 @@ from sd3_light.parts.tokenizers import learn_tokenizers
 
 CPU = torch.device("cpu")
 SIZE = TextSize(32, 32, 64, 2, (8, 16, 32, 64), (1, 1, 1, 1))
-
-Trained = tuple[TextTask, Fit]
 
 
 @pytest.fixture(scope="module")
@@ -39,18 +36,8 @@ def images(pools: list[Pool], tokenizers: dict[str, PreTrainedTokenizerBase]) ->
 
 
 @pytest.fixture(scope="module")
-def trained(
-    images: CaptionedImages,
-    tokenizers: dict[str, PreTrainedTokenizerBase],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Trained:
-    task = TextTask(Towers(SIZE, tokenizers, 32, 0), images, CPU, TextOptions(batch=24))
-    run = Fit("text", task, FitOptions(steps=24, lr=3e-3, evaluate_every=24), tmp_path_factory.mktemp("text"), {})
-    before = torch.stack([task.loss(step)[0].detach() for step in (0, 1)]).mean()
-    run.run(lambda: None)
-    run.progress.history.insert(0, {"loss": before.item()})
-    run.use_averages()
-    return task, run
+def task(images: CaptionedImages, tokenizers: dict[str, PreTrainedTokenizerBase]) -> TextTask:
+    return TextTask(Towers(SIZE, tokenizers, 32, 0), images, CPU, TextOptions(batch=24))
 
 
 def test_captions_follow_their_images(images: CaptionedImages, pools: list[Pool]) -> None:
@@ -62,25 +49,9 @@ def test_captions_follow_their_images(images: CaptionedImages, pools: list[Pool]
     assert images.lengths.min() > 1
 
 
-def test_the_loss_falls_below_chance(trained: Trained) -> None:
-    task, run = trained
-    start = run.progress.history[0]["loss"]
-    end = torch.stack([task.loss(step)[0].detach() for step in (60, 61)]).mean()
-    assert end < 0.75 * start
-    assert end < 0.9 * np.log(24)  # that of guessing
-
-
-def test_equal_captions_are_not_wrong_answers(trained: Trained) -> None:
-    task = trained[0]
-    same = torch.zeros(6, dtype=torch.long)
-    loss = task._loss(0, torch.randn(6, 64), same, masked=True)
-    assert loss.item() == pytest.approx(0.0, abs=1e-6)
-
-
 def test_the_judge_agrees_with_the_towers(
-    trained: Trained, tokenizers: dict[str, PreTrainedTokenizerBase], tmp_path: Path
+    task: TextTask, tokenizers: dict[str, PreTrainedTokenizerBase], tmp_path: Path
 ) -> None:
-    task = trained[0]
     save_judge(task.judge(), tokenizers["tokenizer_2"], 32, tmp_path)
     judge = load_judge(tmp_path, CPU)
     texts = list(task.data.texts[:6])
@@ -95,31 +66,23 @@ def test_the_judge_agrees_with_the_towers(
 
 
 def test_folders_that_are_not_judges_are_refused(
-    trained: Trained, tokenizers: dict[str, PreTrainedTokenizerBase], tmp_path: Path
+    task: TextTask, tokenizers: dict[str, PreTrainedTokenizerBase], tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match="has no judge and no preprocessor_config"):
         load_judge(tmp_path, CPU)
-    save_judge(trained[0].judge(), tokenizers["tokenizer_2"], 32, tmp_path)
+    save_judge(task.judge(), tokenizers["tokenizer_2"], 32, tmp_path)
     (tmp_path / "preprocessor_config.json").write_text("{}")
     with pytest.raises(UserError, match="no size, image_mean and image_std"):
         load_judge(tmp_path, CPU)
 
 
-def test_outputs_have_unit_scale(trained: Trained) -> None:
-    for model, ids in zip(trained[0].encoders(), trained[0].data.ids, strict=True):
+def test_outputs_have_unit_scale(task: TextTask) -> None:
+    for model, ids in zip(task.encoders(), task.data.ids, strict=True):
         scale_outputs(model, *encode(model, ids))
         tokens, pooled = encode(model, ids)
         assert tokens.square().mean().sqrt().item() == pytest.approx(1, abs=0.02)
         if pooled is not None:
             assert pooled.square().mean().sqrt().item() == pytest.approx(1, abs=0.02)
-
-
-def test_augmentation_is_a_small_change() -> None:
-    images = torch.rand(4, 3, 32, 32)
-    changed = augment(images, np.random.default_rng(0))
-    assert changed.shape == images.shape
-    assert not torch.equal(changed, images)
-    assert changed.is_contiguous(memory_format=torch.channels_last)
 
 
 # --- hand-computed values ----------------------------------------------------------------------
@@ -322,8 +285,7 @@ def test_the_temperature_starts_at_a_cosine_of_007(tokenizers: dict[str, PreTrai
     assert Towers(SIZE, tokenizers, 32, 0).scales.exp().tolist() == pytest.approx([1 / 0.07] * 3)
 
 
-def test_the_judge_has_a_temperature_of_at_most_100(trained: Trained) -> None:
-    task = trained[0]
+def test_the_judge_has_a_temperature_of_at_most_100(task: TextTask) -> None:
     assert task.judge().logit_scale.item() == pytest.approx(task.towers.scales[1].item())
     scales = task.towers.scales.data
     before = scales.clone()
@@ -381,3 +343,4 @@ def test_augmentation_scales_and_shifts_within_limits() -> None:
         assert (shift.min().item(), shift.max().item()) == pytest.approx((-0.1, 0.1), abs=0.01)
     assert not torch.allclose(x[:, 31:33, 31:33].mean((1, 2)), y[:, 31:33, 31:33].mean((1, 2)), atol=0.01)
     assert changed[:, 2].abs().max() == 0
+    assert changed.is_contiguous(memory_format=torch.channels_last)

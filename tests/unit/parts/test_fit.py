@@ -122,14 +122,6 @@ def test_a_plateau_ends_the_training(tmp_path: Path) -> None:
     assert state.end == state.step == 38  # 30 steps, and a fifth of the whole to decay
 
 
-def test_averages_replace_the_weights(tmp_path: Path) -> None:
-    run = start(tmp_path)
-    run.run(lambda: None)
-    raw = {name: weight.clone() for name, weight in run.weights.items()}
-    run.use_averages()
-    assert any(not torch.equal(weight, raw[name]) for name, weight in run.weights.items())
-
-
 def test_a_loss_that_is_not_finite_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not finite at step 20"):
         start(tmp_path, Line(factor=float("nan"))).run(lambda: None)

@@ -61,19 +61,6 @@ def test_an_image_does_not_depend_on_its_batch(pipe: Any, policy: TextPolicy) ->
         assert np.abs(pixels(first) - pixels(second)).max() <= 1
 
 
-def test_prompt_seed_negative_prompt_and_guidance_change_the_image(pipe: Any) -> None:
-    base = ImageRequest("a red circle", 7, 32, 32)
-    others = [
-        ImageRequest("two blue stars", 7, 32, 32),
-        ImageRequest("a red circle", 8, 32, 32),
-        ImageRequest("a red circle", 7, 32, 32, negative_prompt="black"),
-    ]
-    first, *rest = generate(pipe, [base, *others], POLICY, STEPS)
-    rest += generate(pipe, [base], POLICY, STEPS, guidance=1.0)
-    rest += generate(pipe, [base], ZERO, STEPS)
-    assert all(np.abs(pixels(first) - pixels(image)).max() > 2 for image in rest)
-
-
 def test_zero_means_zeros_for_tokens_and_pooled(pipe: Any) -> None:
     request = REQUESTS[0]
     with torch.no_grad():  # with gradients, attention uses another kernel that rounds differently

@@ -246,12 +246,6 @@ def test_best_needs_a_run_and_its_evaluations(model: Path, tmp_path: Path) -> No
         sample.run(run, ROWS[:1], [0], tmp_path / "out", replace(FAST, best=True))
 
 
-def test_a_config_is_not_a_model(tmp_path: Path) -> None:
-    (tmp_path / "train.toml").touch()
-    with pytest.raises(UserError, match=r"train.toml is a config; pass the folder of its run, output_dir in the file"):
-        sample.run(tmp_path / "train.toml", ROWS[:1], [0], tmp_path / "out", FAST)
-
-
 def test_an_adapter_folder_is_sampled_on_its_base(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -375,15 +369,6 @@ def test_a_stack_of_loras_equals_the_merged_model(
     )
     assert np.abs(stack - expected).max() <= 1
     assert np.abs(stack - plain).max() > 5
-
-
-def test_half_precision_is_close(demo_parts: Path, tmp_path: Path) -> None:
-    model = model_folder(tmp_path / "small", demo_parts / "vae")
-    for dtype in ("float32", "bfloat16"):
-        options = SampleOptions(1, dtype=dtype, grid=False, width=32, height=32)
-        sample.run(model, ROWS[:1], [0], tmp_path / dtype, options)
-    full, half = (pixels(tmp_path / dtype / "00000.png").astype(int) for dtype in ("float32", "bfloat16"))
-    assert 0 < np.abs(full - half).mean() < 4
 
 
 @pytest.mark.parametrize(

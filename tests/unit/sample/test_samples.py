@@ -23,7 +23,7 @@ from sd3_light.engines import Launch
 from sd3_light.families.sd3.encoders import FrozenParts
 from sd3_light.families.sd3.module import SD3TrainingModule
 from sd3_light.families.sd3.random_weights import new_transformer
-from sd3_light.families.sd3.sample_texts import TextPolicy, join_features
+from sd3_light.families.sd3.sample_texts import TextPolicy
 from sd3_light.flow.scheduler import flow_scheduler
 from sd3_light.sample.in_training import Sampler, assigned
 from tests.cases import combinations
@@ -97,8 +97,25 @@ def stock_pipeline(project: Project, transformer: SD3Transformer2DModel, **sched
     return pipe
 
 
+Text = tuple[Tensor, Tensor]
+
+
+def stock_image(pipe: Any, text: Text, negative: Text, seed: int, size: tuple[int, int], **more: Any) -> np.ndarray:
+    image = pipe(
+        prompt_embeds=text[0],
+        pooled_prompt_embeds=text[1],
+        negative_prompt_embeds=negative[0],
+        negative_pooled_prompt_embeds=negative[1],
+        generator=torch.Generator("cpu").manual_seed(seed),
+        width=size[0],
+        height=size[1],
+        **more,
+    ).images[0]
+    return np.asarray(image).astype(int)
+
+
 @torch.no_grad()
-def stock_text(pipe: StableDiffusion3Pipeline, prompt: str) -> tuple[Tensor, Tensor]:
+def stock_text(pipe: StableDiffusion3Pipeline, prompt: str) -> Text:
     """Encode as the stock pipeline does, rounded as in the cache."""
     tokens, _, pooled, _ = pipe.encode_prompt(prompt, None, None, max_sequence_length=16)
     return tokens.bfloat16().float(), pooled.bfloat16().float()
@@ -120,19 +137,9 @@ def test_an_image_equals_the_stock_pipelines(
     requests = [(prompt, seed) for prompt in PROMPTS for seed in SEEDS]
     assert sorted(drawn) == list(range(len(requests)))
     for index, (prompt, seed) in enumerate(requests):
-        tokens, pooled = stock_text(pipe, prompt)
-        expected = pipe(
-            prompt_embeds=tokens,
-            pooled_prompt_embeds=pooled,
-            negative_prompt_embeds=negative[0],
-            negative_pooled_prompt_embeds=negative[1],
-            generator=torch.Generator("cpu").manual_seed(seed),
-            num_inference_steps=STEPS,
-            guidance_scale=guidance,
-            width=48,
-            height=80,
-        ).images[0]
-        assert np.abs(drawn[index] - np.asarray(expected).astype(int)).max() <= 1
+        settings = {"num_inference_steps": STEPS, "guidance_scale": guidance}
+        expected = stock_image(pipe, stock_text(pipe, prompt), negative, seed, (48, 80), **settings)
+        assert np.abs(drawn[index] - expected).max() <= 1
     assert np.abs(drawn[0] - drawn[2]).max() > 2, "the prompt matters"
     assert np.abs(drawn[0] - drawn[1]).max() > 2, "the seed matters"
 
@@ -204,13 +211,10 @@ def test_a_finished_model_encodes_real_tokens_as_the_cache_does(
         torch.testing.assert_close(text["pooled"], cached["pooled"].float(), rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(7, marks=pytest.mark.slow)])
-def test_ranks_share_the_work_and_draw_the_same_images(
-    caches: dict[str, Project], transformer: SD3Transformer2DModel, world: int
-) -> None:
-    """Also with more ranks than images. All ranks call the denoiser equally often, as sharded weights need."""
-    project, keys = caches["padded"], overrides()
-    module = SD3TrainingModule(transformer, project.load(*keys).train)
+def draw_on_ranks(
+    project: Project, module: SD3TrainingModule, world: int, batch_size: int, *keys: str
+) -> tuple[dict[int, np.ndarray], set[int]]:
+    """Return the images of all ranks, and how often ranks called the denoiser."""
     calls: Counter[int] = Counter()
     images: dict[int, np.ndarray] = {}
     for rank in range(world):
@@ -219,9 +223,20 @@ def test_ranks_share_the_work_and_draw_the_same_images(
             calls[rank] += 1
             return module.denoise(batch)
 
-        images |= draw(sampler(project, *keys, launch=Launch(rank, rank, world), batch_size=2), denoise)
+        images |= draw(sampler(project, *keys, launch=Launch(rank, rank, world), batch_size=batch_size), denoise)
+    return images, set(calls.values())
+
+
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(7, marks=pytest.mark.slow)])
+def test_ranks_share_the_work_and_draw_the_same_images(
+    caches: dict[str, Project], transformer: SD3Transformer2DModel, world: int
+) -> None:
+    """Also with more ranks than images. All ranks call the denoiser equally often, as sharded weights need."""
+    project, keys = caches["padded"], overrides()
+    module = SD3TrainingModule(transformer, project.load(*keys).train)
+    images, calls = draw_on_ranks(project, module, world, 2, *keys)
     alone = draw(sampler(project, *keys), module.denoise)
-    assert set(calls.values()) == {STEPS * -(-len(assigned(6, 0, world)) // 2)}
+    assert calls == {STEPS * -(-len(assigned(6, 0, world)) // 2)}
     assert sorted(images) == sorted(alone)
     assert max(np.abs(images[index] - alone[index]).max() for index in alone) <= 1
 
@@ -351,17 +366,6 @@ def test_half_precision_velocities_do_not_round_the_image(caches: dict[str, Proj
     assert kinds == {torch.float32}
 
 
-def test_a_caption_is_joined_as_in_sd3(caches: dict[str, Project]) -> None:
-    data = CachedDataset(LocalStore(caches["padded"].cache))
-    features = data.empty_text()
-    clip = torch.cat([features["clip_l"], features["clip_g"]], dim=-1)
-    clip = torch.nn.functional.pad(clip, (0, features["t5"].shape[-1] - clip.shape[-1]))
-    assert torch.equal(join_features(features)["prompt"], torch.cat([clip, features["t5"]]))
-    assert torch.equal(
-        join_features(features)["pooled"], torch.cat([features["clip_l.pooled"], features["clip_g.pooled"]])
-    )
-
-
 def test_a_grid_with_values_that_are_not_finite_is_reported(
     caches: dict[str, Project], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -418,20 +422,10 @@ def test_each_image_has_its_own_settings(mixed: Project, transformer: SD3Transfo
         ("a large red circle", PROMPTS[1], 3, 4.0, (64, 48)),
         ("two stars", "", 2, 1.0, (48, 80)),
     ]
-    for index, (prompt, negative, steps, guidance, (width, height)) in enumerate(expected):
-        (tokens, pooled), (negative_tokens, negative_pooled) = stock_text(pipe, prompt), stock_text(pipe, negative)
-        image = pipe(
-            prompt_embeds=tokens,
-            pooled_prompt_embeds=pooled,
-            negative_prompt_embeds=negative_tokens,
-            negative_pooled_prompt_embeds=negative_pooled,
-            generator=torch.Generator("cpu").manual_seed(5),
-            num_inference_steps=steps,
-            guidance_scale=guidance,
-            width=width,
-            height=height,
-        ).images[0]
-        assert np.abs(drawn[2 * index] - np.asarray(image).astype(int)).max() <= 1, prompt
+    for index, (prompt, negative, steps, guidance, size) in enumerate(expected):
+        settings = {"num_inference_steps": steps, "guidance_scale": guidance}
+        image = stock_image(pipe, stock_text(pipe, prompt), stock_text(pipe, negative), 5, size, **settings)
+        assert np.abs(drawn[2 * index] - image).max() <= 1, prompt
 
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
@@ -440,16 +434,8 @@ def test_ranks_call_the_denoiser_equally_often_for_images_of_different_kinds(
 ) -> None:
     module = SD3TrainingModule(transformer, mixed.load().train)
     alone = draw(sampler(mixed, batch_size=1), module.denoise)
-    calls: Counter[int] = Counter()
-    together: dict[int, np.ndarray] = {}
-    for rank in range(world):
-
-        def denoise(batch: Batch, rank: int = rank) -> Tensor:
-            calls[rank] += 1
-            return module.denoise(batch)
-
-        together |= draw(sampler(mixed, launch=Launch(rank, rank, world), batch_size=1), denoise)
-    assert set(calls.values()) == {sum(steps * -(-2 // world) for steps in (2, 3, 2))}
+    together, calls = draw_on_ranks(mixed, module, world, 1)
+    assert calls == {sum(steps * -(-2 // world) for steps in (2, 3, 2))}
     assert sorted(together) == sorted(alone)
     assert max(np.abs(alone[index] - together[index]).max() for index in alone) <= 1
 
