@@ -132,7 +132,7 @@ def test_the_original_is_cropped_as_for_the_cache(folders: Folders, cache: Path)
 
 
 def test_the_manifest_is_parsed_once_until_it_changes(
-    cache: Path, folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cache: Path, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parsed, parse = [], Manifest.from_json
     monkeypatch.setattr(Manifest, "from_json", staticmethod(lambda *values: parsed.append(values) or parse(*values)))

@@ -1,6 +1,5 @@
 """The queue of runs: every change of state, every refusal, restarts of the server and of the machine, two servers."""
 
-import json
 import os
 import signal
 import subprocess
@@ -121,14 +120,6 @@ def test_a_process_without_a_command_yet_is_alive(machine: Machine, monkeypatch:
     monkeypatch.undo()
     machine.go(0)
     machine.wait_for(queue, 0, DONE)
-
-
-def test_a_run_that_fails_says_why(machine: Machine) -> None:
-    queue = machine.queue()
-    queue.add(machine.config())
-    machine.go(2)
-    assert machine.wait_for(queue, 0, FAILED).message == "The run ended with exit code 2: error: the code is 2"
-    assert queue.notes(machine.run()) == [queue.jobs()[0].message]
 
 
 def test_one_run_per_gpu_and_the_next_one_follows(machine: Machine) -> None:
@@ -515,12 +506,6 @@ def test_the_token_of_the_page_is_not_given_to_runs(machine: Machine, monkeypatc
     machine.queue().add(machine.config())
     wait_until(machine.commands)
     assert machine.commands() == ["[]"]
-
-
-def test_the_file_is_json(machine: Machine) -> None:
-    queue = machine.queue()
-    queue.add(machine.config())
-    assert json.loads(queue.file.read_text())["jobs"][0]["config"] == str(machine.served / "a.toml")
 
 
 def test_a_server_leaves_the_runs_of_other_folders_to_their_server(machine: Machine, tmp_path: Path) -> None:

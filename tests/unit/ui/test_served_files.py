@@ -100,11 +100,6 @@ def test_no_link_is_followed(root: Path, tmp_path: Path, link: str) -> None:
     assert not (tmp_path / "new.toml").exists()
 
 
-def test_a_served_folder_may_itself_be_a_link(root: Path, tmp_path: Path) -> None:
-    (tmp_path / "alias").symlink_to(root)
-    assert ServedFiles([tmp_path / "alias"]).read_config(tmp_path / "alias" / "a.toml")[0] == "a = 1\n"
-
-
 @pytest.mark.parametrize("kind", [name for name in SPECIAL if name != "folder"])
 def test_special_files_are_not_read(root: Path, kind: str) -> None:
     path = root / "special.toml"

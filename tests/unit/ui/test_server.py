@@ -38,6 +38,7 @@ from sd3_light.ui import connections
 from sd3_light.ui.server import Site, make_app, make_server, serve
 
 HERE = "http://127.0.0.1:7860"
+Script = Callable[[str], None]
 DIGITS = "9" * 5000  # more than `int` parses
 
 
@@ -54,7 +55,7 @@ def make_client(
 
 def working_client(folder: Path) -> TestClient:
     """Return a client of a server whose queue works until the end of the test's process."""
-    site = Site.of_folders([folder], [], folder / "playground", lambda: pytest.fail("no library is needed"))
+    site = Site.of_folders([folder], [], folder / "playground", no_library)
     site.queue.work()
     return TestClient(make_app(site), base_url=HERE, follow_redirects=False)
 
@@ -108,16 +109,13 @@ def test_unknown_things_are_not_found(client: TestClient, path: str) -> None:
     assert "Traceback" not in reply.text
 
 
-@pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:7860", "127.0.0.1.evil.example", "", "[", "127.0.0.1:x"]
-)
-def test_without_a_token_only_names_of_this_machine_are_served(runs: Path, host: str) -> None:
-    assert make_client(runs).get("/", headers={"host": host}).status_code == 403
+HOSTS = dict.fromkeys(["localhost:1234", "127.0.0.1", "[::1]:7860"], 200)
+HOSTS |= dict.fromkeys(["evil.example", "evil.example:7860", "127.0.0.1.evil.example", "", "[", "127.0.0.1:x"], 403)
 
 
-@pytest.mark.parametrize("host", ["localhost:1234", "127.0.0.1", "[::1]:7860"])
-def test_names_of_this_machine_are_served(runs: Path, host: str) -> None:
-    assert make_client(runs).get("/", headers={"host": host}).status_code == 200
+@pytest.mark.parametrize("host", HOSTS)
+def test_without_a_token_only_names_of_this_machine_are_served(client: TestClient, host: str) -> None:
+    assert client.get("/", headers={"host": host}).status_code == HOSTS[host]
 
 
 @pytest.mark.parametrize(
@@ -235,11 +233,8 @@ def notes_of(client: TestClient, path: str) -> str:
     return main.partition('role="note">')[2].partition("</div>")[0]
 
 
-def test_the_console_is_mentioned_once_it_has_a_text(failing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = failing.parent / "python"
-    fake.write_text("#!/bin/sh\necho loading\nexec sleep 600\n")
-    fake.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(fake))
+def test_the_console_is_mentioned_once_it_has_a_text(failing: Path, fake_python: Script) -> None:
+    fake_python("echo loading\nexec sleep 600")
     client = working_client(failing.parent)
     page = client.post("/start", data={"config": str(failing)}).headers["location"]
     try:
@@ -249,12 +244,9 @@ def test_the_console_is_mentioned_once_it_has_a_text(failing: Path, monkeypatch:
         client.post(f"{page}/stop")
 
 
-def test_a_started_run_that_fails_shows_why(failing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = failing.parent / "python"
-    fake.write_text('#!/bin/sh\nread -r _ < "$(dirname "$0")/go"\necho "$@"\necho "error: no model"\nexit 2\n')
-    fake.chmod(0o755)
+def test_a_started_run_that_fails_shows_why(failing: Path, fake_python: Script) -> None:
+    fake_python('read -r _ < "$(dirname "$0")/go"\necho "$@"\necho "error: no model"\nexit 2')
     os.mkfifo(failing.parent / "go")
-    monkeypatch.setattr(sys, "executable", str(fake))
     client = working_client(failing.parent)
     reply = client.post("/start", data={"config": str(failing), "mode": "resume"})
     page = f"/runs/{folder_id(failing.parent / 'run')}"
@@ -280,11 +272,8 @@ def test_a_copied_run_is_not_resumed_in_the_original(failing: Path, monkeypatch:
     assert not (failing.parent / "run").exists()
 
 
-def test_a_run_that_is_starting_can_be_stopped(failing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = failing.parent / "python"
-    fake.write_text("#!/bin/sh\nexec sleep 600\n")
-    fake.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(fake))
+def test_a_run_that_is_starting_can_be_stopped(failing: Path, fake_python: Script) -> None:
+    fake_python("exec sleep 600")
     client = working_client(failing.parent)
     page = client.post("/start", data={"config": str(failing)}).headers["location"]
     assert "<button>Stop</button>" in client.get(page).text
@@ -637,7 +626,7 @@ def test_a_body_that_is_not_an_object_is_refused(painter: TestClient, body: byte
 def address(runs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
     """Host and port of a running server that waits half a second for requests."""
     monkeypatch.setattr(connections, "REQUEST_SECONDS", 0.5)
-    site = Site.of_folders([runs], [], runs / "playground", lambda: pytest.fail("no library is needed"))
+    site = Site.of_folders([runs], [], runs / "playground", no_library)
     server = make_server(make_app(site))
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = Thread(target=server.run, args=([listening],))
@@ -749,14 +738,9 @@ def test_the_list_of_runs_is_filtered_and_sorted(client: TestClient) -> None:
 # --- the queue and read-only servers ------------------------------------------------------------------
 
 
-def test_the_queue_shows_what_runs_waits_and_has_ended(failing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = failing.parent / "python"
+def test_the_queue_shows_what_runs_waits_and_has_ended(failing: Path, fake_python: Script) -> None:
     here = failing.parent
-    fake.write_text(
-        f'#!/bin/sh\nwhile [ ! -e {here}/go ] && [ -d {here} ]; do sleep 0.02; done\necho "error: <b>"\nexit 2\n'
-    )
-    fake.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(fake))
+    fake_python(f'while [ ! -e {here}/go ] && [ -d {here} ]; do sleep 0.02; done\necho "error: <b>"\nexit 2')
     client = working_client(failing.parent)
     other = failing.with_name("other.toml")
     other.write_text(failing.read_text().replace('"run"', '"<i>other"'))
@@ -778,7 +762,7 @@ def test_the_queue_shows_what_runs_waits_and_has_ended(failing: Path, monkeypatc
 
 
 def read_only_app(folder: Path) -> Any:
-    site = Site.of_folders([folder], [DEMO], folder / "playground", lambda: pytest.fail("no library is needed"))
+    site = Site.of_folders([folder], [DEMO], folder / "playground", no_library)
     site.is_read_only = True
     return make_app(site)
 

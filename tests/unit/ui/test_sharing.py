@@ -89,9 +89,7 @@ def test_an_export_that_changed_since_the_page_is_not_uploaded(
         assert not hub.repos
 
 
-def test_an_unreachable_hub_or_a_missing_licence_leaves_no_button(
-    client: TestClient, export: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreachable_hub_or_a_missing_licence_leaves_no_button(client: TestClient, export: Path) -> None:
     assert constants.HF_HUB_OFFLINE
     for fields in ({}, {"public": "1"}):
         page = planned(client, export, **fields)

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -24,6 +25,7 @@ from tests.unit.ui.test_server import make_client
 SAMPLE = "samples/step-00000010.png"
 HANGING = """
 import sys, time
+from collections.abc import Callable
 from pathlib import Path
 from sd3_light.ui import server
 
@@ -60,17 +62,14 @@ def test_every_page_answers_beside_special_files(runs: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "socket", "loop", "link"])
 def test_the_console_of_a_started_run_replaces_special_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    tmp_path: Path, fake_python: Callable[[str], None], kind: str
 ) -> None:
     """A link to another file is replaced, and that file stays as it is."""
     other, console = tmp_path / "other", tmp_path / "run" / "console.txt"
     other.write_text("not for training\n")
     console.parent.mkdir()
     console.symlink_to(other) if kind == "link" else replace(console, kind)
-    fake = tmp_path / "python"
-    fake.write_text("#!/bin/sh\necho printed\n")
-    fake.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(fake))
+    fake_python("echo printed")
     start_process(tmp_path / "train.toml", (), console.parent, tmp_path / "exit", dict(os.environ)).wait(60)
     assert RunQueue(tmp_path / "state", [tmp_path]).console(console.parent) == "printed\n"
     assert other.read_text() == "not for training\n"
