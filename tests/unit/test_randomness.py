@@ -55,13 +55,6 @@ def test_a_sample_id_is_stable_and_fits_a_signed_tensor() -> None:
     assert max(ids) > 2**62  # all 63 bits are used
 
 
-def test_a_stream_is_reproducible_and_stateless() -> None:
-    first = draws(ARGUMENTS)
-    draws((7, "other", 0, 0, 0))
-    np.random.seed(1)
-    assert draws(ARGUMENTS) == first
-
-
 @pytest.mark.parametrize(
     "other",
     [
@@ -95,19 +88,6 @@ def test_limits_of_the_arguments() -> None:
         stream(0, "noise", 2**32, 0, 0)
     with pytest.raises(AssertionError):
         stream(0, "noise", 0, -1, 0)
-
-
-def test_first_draws_over_many_samples_are_uniform() -> None:
-    """One draw from each of many streams, as timesteps are drawn."""
-    values = np.sort([stream(0, "timestep", 0, 0, sample).random() for sample in range(4000)])
-    distance = np.abs(values - (np.arange(4000) + 0.5) / 4000).max()
-    assert distance < 1.63 / math.sqrt(4000)  # Kolmogorov-Smirnov at 1%
-
-
-def test_normals_have_mean_0_and_deviation_1() -> None:
-    values = np.concatenate([stream(0, "noise", 0, 0, sample).standard_normal(500) for sample in range(200)])
-    assert abs(values.mean()) < 0.015
-    assert abs(values.std() - 1) < 0.015
 
 
 # --- many streams at once ----------------------------------------------------------------------

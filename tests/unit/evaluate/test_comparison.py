@@ -54,11 +54,6 @@ def test_images_from_elsewhere_score_worse(comparison: Comparison) -> None:
     assert value(other, "distance") > 0.5
 
 
-def test_images_of_one_mode_lack_recall(comparison: Comparison) -> None:
-    close = comparison.of_images(torch.nn.functional.normalize(comparison.truths[:1] + 0.05 * draw(2), dim=1))
-    assert value(close, "precision") > 0.9 > 0.2 > value(close, "recall")
-
-
 def test_shuffled_captions_are_found_by_chance(comparison: Comparison) -> None:
     shuffled = comparison.of_shuffled_truths()
     assert value(shuffled, "retrieval") < 0.1
@@ -89,16 +84,6 @@ def test_without_text_features_there_is_no_retrieval(comparison: Comparison) -> 
     assert blind.of_truths().estimates["retrieval"] is None
     assert "retrieval" not in blind.of_shuffled_truths().each
     assert value(blind.of_images(draw(4)), "distance") > 0
-
-
-def test_an_interval_covers_the_mean_as_often_as_it_says() -> None:
-    """Hits of a model with 60% retrieval: about 95% of the intervals contain 0.6."""
-    covered = 0
-    for seed in range(200):
-        chance = torch.rand(COUNT, generator=torch.Generator().manual_seed(seed)).double()
-        estimate = Comparison(draw(0), None, ["a"] * COUNT, seed)._mean((chance < 0.6).double())
-        covered += estimate.low <= 0.6 <= estimate.high
-    assert 180 <= covered <= 198
 
 
 def test_an_interval_reaches_from_2_5_to_97_5_percent() -> None:
@@ -134,17 +119,6 @@ def test_differences_to_the_true_images_are_paired(pixels: list[np.ndarray]) -> 
         assert true.estimates[name] is None
     far = comparison.of_images(torch.nn.functional.normalize(draw(1) + 2, dim=1))
     assert all(value(far, name) > 0 and far.estimates[name].low > 0 for name in DIFFERENCES.values())  # type: ignore[union-attr]
-
-
-def test_intervals_of_differences_cover_zero_for_other_images_of_the_same_kind(pixels: list[np.ndarray]) -> None:
-    """Sets from the distribution of the truth differ from it by nothing on average."""
-    covered = dict.fromkeys(DIFFERENCES.values(), 0)
-    for seed in range(30):
-        comparison = Comparison(draw(2 * seed), None, ["a"] * COUNT, seed, pixels)
-        scores = comparison.of_images(draw(2 * seed + 1))
-        for name in covered:
-            covered[name] += scores.estimates[name].low <= 0 <= scores.estimates[name].high  # type: ignore[union-attr]
-    assert all(26 <= count <= 30 for count in covered.values()), covered
 
 
 def test_pixels_of_some_captions(pixels: list[np.ndarray]) -> None:

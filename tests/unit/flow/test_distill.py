@@ -1,20 +1,17 @@
 """What a distilled model is trained towards: the teacher's guided velocity, and where its path arrives."""
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sd3_light.core.batch import Batch
 from sd3_light.core.objective import Prediction
-from sd3_light.export.lora_merge import truncated
 from sd3_light.flow.distill import GuidanceDistillation, StepDistillation
 from sd3_light.flow.objective import interpolate, velocity
-from sd3_light.model.training_adapter import TrainingAdapter
 from sd3_light.randomness import occurrence_words
 
 SHAPE = (4, 2, 4, 4)
@@ -138,178 +135,3 @@ def test_all_calls_are_trained_equally_often() -> None:
     drawn = [objective.draw(Linear(1.0), batch(epoch))["t"] for epoch in range(100)]
     share = (torch.cat(drawn) == 1.0).float().mean()
     assert share == pytest.approx(0.5, abs=0.1)
-
-
-# --- a toy with curved paths: does training by the loss do what it promises? --------------------
-
-
-class Toy(nn.Module):
-    """A denoiser of points [B, 2, 1, 1] with a text of one number; it stands for model, teacher and student alike."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(5, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 2))
-
-    def forward(self, noisy: Tensor, t: Tensor, text: Tensor) -> Tensor:
-        columns = [noisy.flatten(1), t[:, None], (4 * t[:, None]).sin(), text[:, None]]
-        velocity: Tensor = self.net(torch.cat(columns, dim=1))
-        return velocity.view_as(noisy)
-
-
-class Student:
-    """Trains a toy; its teacher has a frozen one."""
-
-    step = 0
-
-    def __init__(self, student: Toy, teacher: Toy) -> None:
-        self.student = student
-        self.teacher = teacher
-
-    def predict(self, batch: Batch, taps: Sequence[int] = ()) -> Prediction:
-        return Prediction(self.student(batch["noisy"], batch["t"], batch["text"]))
-
-    def infer(self, batch: Batch, taps: Sequence[int] = ()) -> Prediction:
-        raise NotImplementedError
-
-    @torch.no_grad()
-    def teach(self, batch: Batch, taps: Sequence[int] = ()) -> Prediction:
-        return Prediction(self.teacher(batch["noisy"], batch["t"], batch["text"]))
-
-    def without_text(self, batch: Batch) -> Batch:
-        return batch.with_values({"text": torch.zeros_like(batch["text"])})
-
-
-def toy_batch(epoch: int, size: int = 256) -> Batch:
-    """Points of two clusters: text 1 is at (2, 0), text -1 at (-2, 0), and without text (0) both."""
-    generator = torch.Generator().manual_seed(epoch)
-    text = torch.randint(0, 2, (size,), generator=generator) * 2.0 - 1
-    shape = (size, 2, 1, 1)
-    clean = 0.3 * torch.randn(shape, generator=generator)
-    clean[:, 0, 0, 0] += 2 * text
-    noise = torch.randn(shape, generator=generator)
-    t = torch.rand(size, generator=generator)
-    words = torch.from_numpy(occurrence_words(epoch, 0, np.arange(size))).view(torch.int32)
-    values = {"noisy": interpolate(clean, noise, t.view(-1, 1, 1, 1)), "t": t, "target": velocity(clean, noise)}
-    dropped = torch.where(torch.rand(size, generator=generator) < 0.2, 0.0, text)
-    return Batch(size, {**values, "words": words, "text": dropped, "noise": noise})
-
-
-def fit(model: Toy, loss: Callable[[Batch], Tensor], steps: int, batches: Callable[[int], Batch] = toy_batch) -> Toy:
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = 3e-3 * (1 - step / steps)
-        optimizer.zero_grad()
-        loss(batches(step)).mean().backward()
-        optimizer.step()
-    return model
-
-
-@torch.no_grad()
-def drawn(model: Toy, given: Batch, calls: int, guidance: float) -> Tensor:
-    latents = given["noise"]
-    for number in range(calls):
-        t = torch.full((given.size,), 1 - number / calls)
-        positive = model(latents, t, given["text"])
-        negative = model(latents, t, torch.zeros_like(given["text"]))
-        latents = latents - (negative + guidance * (positive - negative)) / calls
-    return latents
-
-
-def distance(a: Tensor, b: Tensor) -> float:
-    return (a - b).flatten(1).norm(dim=1).mean().item()
-
-
-def learnt(objective: GuidanceDistillation, teacher: Toy, steps: int) -> Toy:
-    student = copy.deepcopy(teacher)
-    model = Student(student, teacher)
-    return fit(student, lambda given: objective.evaluate(model, given), steps)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_students_arrive_where_their_teacher_does() -> None:
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    teacher = Toy()
-
-    def flow(given: Batch) -> Tensor:
-        predicted = teacher(given["noisy"], given["t"], given["text"])
-        return (predicted - given["target"]).square().flatten(1).mean(1)
-
-    fit(teacher, flow, 1500)
-    given = toy_batch(10_000)
-    given = given.with_values({"text": given["text"].where(given["text"] != 0, torch.ones(given.size))})
-    goal = drawn(teacher, given, 32, 2.0)
-    without = distance(drawn(teacher, given, 32, 1.0), goal)
-    guided = learnt(GuidanceDistillation(2.0), teacher, 800)
-    assert distance(drawn(guided, given, 32, 1.0), goal) < without / 3
-    for calls in (1, 2):
-
-        def calls_at(batch: Batch, calls: int = calls) -> Tensor:
-            return torch.linspace(1, 0, calls + 1)
-
-        student = learnt(StepDistillation(calls_at, 32, guidance=2.0), teacher, 800)
-        best = min(distance(drawn(teacher, given, calls, scale), goal) for scale in (1.0, 2.0))
-        assert distance(drawn(student, given, calls, 1.0), goal) < best / 3
-
-
-# --- fine-tuning a model of one call, with and without what undoes its distillation --------------
-
-
-def moved_word(epoch: int) -> Batch:
-    """Points of text 1, which are now around (2, 1), with the same spread."""
-    generator = torch.Generator().manual_seed(epoch)
-    given = toy_batch(epoch)
-    clean = 0.3 * torch.randn(given["noisy"].shape, generator=generator) + torch.tensor([2.0, 1.0]).view(1, 2, 1, 1)
-    noisy = interpolate(clean, given["noise"], given["t"].view(-1, 1, 1, 1))
-    values = {"noisy": noisy, "target": velocity(clean, given["noise"]), "text": torch.ones(given.size)}
-    return given.with_values(values)
-
-
-def spread(points: Tensor) -> float:
-    return points.flatten(1).std(0).mean().item()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_training_adapter_keeps_one_call_in_fine_tuning() -> None:
-    """A student of one call is fine-tuned by flow matching. Without the adapter the points of the tuned text shrink to
-    their mean, which is what one call of flow matching gives; with it they keep most of their spread."""
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    teacher = Toy()
-
-    def flow_of(model: Toy) -> Callable[[Batch], Tensor]:
-        def loss(given: Batch) -> Tensor:
-            predicted = model(given["noisy"], given["t"], given["text"])
-            return (predicted - given["target"]).square().flatten(1).mean(1)
-
-        return loss
-
-    fit(teacher, flow_of(teacher), 1500)
-    student = learnt(StepDistillation(lambda batch: torch.tensor([1.0, 0.0]), 32, guidance=1.0), teacher, 800)
-    undo = {}
-    for name, layer in student.named_modules():
-        if isinstance(layer, nn.Linear):
-            difference = teacher.get_submodule(name).weight - layer.weight
-            undo[name], _ = truncated(difference.detach(), min(difference.shape))
-    given = toy_batch(10_000)
-    new = given.with_values({"text": torch.ones(given.size)})
-    old = given.with_values({"text": -torch.ones(given.size)})
-    assert spread(drawn(student, old, 1, 1.0)) == pytest.approx(0.3, abs=0.06)
-    spreads: dict[bool, tuple[float, float]] = {}
-    centres: dict[bool, float] = {}
-    for is_undone in (True, False):
-        tuned = copy.deepcopy(student)
-        for name, parameter in tuned.named_parameters():
-            parameter.requires_grad_(name.endswith("weight"))
-        adapter = TrainingAdapter(tuned, undo if is_undone else {}, torch.float32, torch.device("cpu"))
-        fit(tuned, flow_of(tuned), 300, moved_word)
-        with adapter.off():
-            points = drawn(tuned, new, 1, 1.0)
-            spreads[is_undone] = spread(points), spread(drawn(tuned, old, 1, 1.0))
-            centres[is_undone] = distance(points.mean(0, keepdim=True), torch.tensor([2.0, 1.0]).view(1, 2, 1, 1))
-    assert max(centres.values()) < 0.3
-    assert spreads[True][0] > 0.2 > 0.15 > spreads[False][0]
-    assert spreads[True][1] > spreads[False][1], "of the other text"

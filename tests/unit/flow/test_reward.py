@@ -1,112 +1,50 @@
-"""The reward loss: relative rewards, its gradient, and a toy flow that it moves towards a score."""
+"""The reward loss: its terms and gradient, relative rewards, and the diversity of drawn images."""
 
-from collections.abc import Callable, Sequence
-from copy import deepcopy
-from functools import cache
+from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from sd3_light.core.batch import Batch
-from sd3_light.core.objective import Observes, Prediction
-from sd3_light.flow.objective import interpolate, velocity
+from sd3_light.core.objective import Prediction
 from sd3_light.flow.reward import Rewarded, diversity, relative_rewards
 
-POINTS = 256
 
-
-class Toy(nn.Module):
-    """A flow of points in a plane, with the methods that an objective calls."""
+class Constant:
+    """A model whose predictions are 3, and those of its teacher and of its start 2 and 1."""
 
     step = 0
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(3, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 2))
-        self.others: dict[str, Toy] = {}
-
     def predict(self, batch: Batch, taps: Sequence[int] = ()) -> Prediction:
-        return Prediction(self.net(torch.cat([batch["noisy"], batch["t"][:, None]], dim=1)))
+        return Prediction(torch.full_like(batch["target"], 3.0))
 
-    @torch.no_grad()
+    infer = predict
+
     def teach(self, batch: Batch, taps: Sequence[int] = ()) -> Prediction:
-        return self.others["teacher"].predict(batch)
+        return Prediction(torch.full_like(batch["target"], 2.0))
 
-    infer = teach
-
-    @torch.no_grad()
     def first(self, batch: Batch, taps: Sequence[int] = ()) -> Prediction:
-        return self.others["start"].predict(batch)
-
-    @torch.no_grad()
-    def draw(self, generator: torch.Generator, steps: int = 12) -> Tensor:
-        points = torch.randn((POINTS, 2), generator=generator)
-        for number in range(steps, 0, -1):
-            t = torch.full((POINTS,), number / steps)
-            points = points - self.predict(Batch(POINTS, {"noisy": points, "t": t})).velocity / steps
-        return points
+        return Prediction(torch.full_like(batch["target"], 1.0))
 
 
-@cache
-def pretrained() -> Toy:
-    """A flow to points around (0, 0) with deviation 1/2."""
-    generator = torch.Generator().manual_seed(2)
-    model = Toy()
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    for _ in range(400):
-        clean = 0.5 * torch.randn((POINTS, 2), generator=generator)
-        noise, t = torch.randn((POINTS, 2), generator=generator), torch.rand(POINTS, generator=generator)
-        out = model.predict(Batch(POINTS, {"noisy": interpolate(clean, noise, t), "t": t}))
-        (out.velocity - velocity(clean, noise)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
-
-
-def rewarded(scores: Callable[[Tensor, torch.Generator], Tensor], kl: float = 0.0) -> Tensor:
-    """Train by 20 draws of which each is scored, and return points of the last teacher."""
-    generator = torch.Generator().manual_seed(1)
-    model, teacher, start = (deepcopy(pretrained()) for _ in range(3))
-    model.others = {"teacher": teacher, "start": start}
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    for _ in range(20):
-        clean = teacher.draw(generator)
-        reward = relative_rewards(scores(clean, generator).view(8, -1)).flatten()
-
-        def drawn(observed: Observes, batch: Batch, clean: Tensor = clean, reward: Tensor = reward) -> Batch:
-            noise, t = torch.randn((POINTS, 2), generator=generator), torch.rand(POINTS, generator=generator)
-            values = {"noisy": interpolate(clean, noise, t), "t": t, "target": velocity(clean, noise)}
-            return Batch(POINTS, {**values, "reward": reward})
-
-        objective = Rewarded(kl=kl)
-        objective.attach(drawn, {})
-        for _ in range(10):
-            batch = objective.draw(model, Batch(POINTS))
-            each = objective.losses(model.predict(batch), batch)
-            sum(objective.weights[name] * values.mean() for name, values in each.items()).backward()  # type: ignore[union-attr]
-            optimizer.step()
-            optimizer.zero_grad()
-        with torch.no_grad():
-            for old, new in zip(teacher.parameters(), model.parameters(), strict=True):
-                old.lerp_(new, 0.5)
-    return teacher.draw(generator)
-
-
-def to_the_right(points: Tensor, generator: torch.Generator) -> Tensor:
-    return points[:, 0]
-
-
-def test_a_flow_moves_towards_its_score_and_not_by_shuffled_scores() -> None:
-    def shuffled(points: Tensor, generator: torch.Generator) -> Tensor:
-        return points[torch.randperm(POINTS, generator=generator), 0]
-
-    moved = rewarded(to_the_right)
-    assert moved[:, 0].mean() > 0.8
-    assert abs(moved[:, 1].mean()) < 0.3, "only what is scored changes"
-    assert abs(rewarded(shuffled)[:, 0].mean()) < 0.3
-    assert rewarded(to_the_right, kl=3.0)[:, 0].mean() < 0.6 * moved[:, 0].mean(), "kl holds the start"
+@pytest.mark.parametrize("kl", [0.0, 0.25])
+def test_the_loss_is_that_of_drawn_images_and_holds_the_start(kl: float) -> None:
+    """With a target of 0.5: 0.9 (2 + b - 0.5)^2 + 0.1 (2 - b - 0.5)^2 for a share b of 0.5, and (3 - 1)^2."""
+    drawn = Batch(2, {"target": torch.full((2, 1, 2, 2), 0.5), "reward": torch.full((2,), 0.9)})
+    state = {"latents": torch.zeros(1)}
+    model = Constant()
+    objective = Rewarded(beta=0.5, kl=kl)
+    objective.attach(lambda observed, batch: drawn, state)
+    batch = objective.draw(model, Batch(2, {}))
+    losses = objective.losses(model.predict(batch), batch)
+    assert losses["reward"].tolist() == pytest.approx([0.9 * 4 + 0.1 * 1] * 2)
+    assert {name: values.tolist() for name, values in losses.items() if name != "reward"} == (
+        {"kl": [4.0, 4.0]} if kl else {}
+    )
+    assert objective.weights == ({"reward": 1.0, "kl": kl} if kl else {"reward": 1.0})
+    assert objective.keeps_start == bool(kl)
+    assert objective.state is state
+    assert objective.evaluate(model, drawn).tolist() == pytest.approx([6.25] * 2), "the flow loss of its own images"
 
 
 def test_rewards_are_relative_to_the_images_of_a_prompt() -> None:

@@ -12,10 +12,9 @@ from sd3_light.config.faults import UserError
 from sd3_light.families.sd3.sample_texts import TextPolicy
 from sd3_light.flow.scheduler import SAMPLERS, flow_scheduler, use_sampler
 from sd3_light.flow.timesteps import resolution_shift
-from sd3_light.sample.generate import ImageRequest, generate, stream_images
+from sd3_light.sample.generate import ImageRequest, stream_images
 
 POLICY = TextPolicy(12, "empty", "padded")
-REQUEST = ImageRequest("a red star", 3, 48, 32)
 
 
 class Holder:
@@ -37,15 +36,6 @@ def sampled(pipe: Any) -> Any:
     before = pipe.scheduler
     yield pipe
     pipe.scheduler = before
-
-
-@pytest.mark.parametrize("name", SAMPLERS)
-@pytest.mark.parametrize("steps", [1, 4])
-def test_every_sampler_generates_images(sampled: Any, name: str, steps: int) -> None:
-    use_sampler(sampled, name)
-    image = np.asarray(generate(sampled, [REQUEST], POLICY, steps)[0])
-    assert image.shape == (32, 48, 3)
-    assert len(np.unique(image)) > 20, "non-finite values would be black"
 
 
 @pytest.mark.parametrize("name", SAMPLERS)

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from sd3_light.config import ModelConfig
 from sd3_light.flow.timesteps import (
@@ -20,9 +19,6 @@ from sd3_light.flow.timesteps import (
     sqrt_shift,
     times_from_quantiles,
 )
-from sd3_light.randomness import stream
-
-COUNT = 100_000
 
 
 def settings(**keys: Any) -> ModelConfig:
@@ -49,40 +45,6 @@ def test_closed_form_quantiles() -> None:
 def test_the_quantile_function_inverts_the_distribution_function(scale: float) -> None:
     for u in np.linspace(0.001, 0.999, 199):
         assert logit_normal_cdf(quantile_to_time(float(u), "logit_normal", scale), scale) == pytest.approx(u, abs=1e-7)
-
-
-@pytest.fixture(scope="module")
-def drawn() -> list[float]:
-    """Random numbers as in training, one per sample."""
-    return [float(stream(0, "timestep", 0, 0, sample).random()) for sample in range(COUNT)]
-
-
-def unshift(t: NDArray[np.float64], shift: float) -> NDArray[np.float64]:
-    """The time before the shift: a shift multiplies the odds t / (1 - t)."""
-    odds = t / (1 - t) / shift
-    result: NDArray[np.float64] = odds / (1 + odds)
-    return result
-
-
-@pytest.mark.parametrize(
-    ("method", "scale", "shift", "flux", "factor"),
-    [
-        ("logit_normal", 0.5, None, False, 1.0),
-        ("logit_normal", 1.0, None, False, 1.0),
-        ("logit_normal", 1.0, 3.0, False, 3.0),
-        ("logit_normal", 1.0, None, True, math.exp(0.5 + 0.65 * (1024 - 256) / 3840)),
-        ("uniform", 1.0, None, False, 1.0),
-        ("uniform", 1.0, 3.0, False, 3.0),
-    ],
-)
-def test_many_draws_follow_the_distribution(
-    drawn: list[float], method: str, scale: float, shift: float | None, flux: bool, factor: float
-) -> None:
-    """The closed distribution function of the drawn times is uniform: Kolmogorov and Smirnov at 1%."""
-    keys = settings(timestep_sample_method=method, sigmoid_scale=scale, shift=shift, flux_shift=flux)
-    times = unshift(np.sort(times_from_quantiles(drawn, 1024, keys)), factor)
-    expected = times if method == "uniform" else np.array([logit_normal_cdf(t, scale) for t in times])
-    assert np.abs(expected - (np.arange(COUNT) + 0.5) / COUNT).max() < 1.63 / math.sqrt(COUNT)
 
 
 def test_extreme_quantiles_stay_inside() -> None:

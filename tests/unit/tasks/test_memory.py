@@ -69,15 +69,6 @@ def test_blocks_in_host_memory_train_alike(tmp_path: Path, engine: str, capsys: 
         assert f"blocks in host memory: {count} (" in capsys.readouterr().err
 
 
-def test_weights_of_8_bits_train_nearly_alike(tmp_path: Path) -> None:
-    plain = losses(tmp_path / "plain", Task())
-    narrow = losses(tmp_path / "narrow", Task(base_bits=8))
-    assert narrow != plain
-    for one, other in zip(narrow, plain, strict=True):
-        assert one == pytest.approx(other, rel=0.02)
-    assert losses(tmp_path / "both", Task(base_bits=8), swap_blocks="all") == narrow
-
-
 @pytest.mark.parametrize(
     ("adapter", "settings", "message"),
     [

@@ -84,18 +84,6 @@ def test_a_part_that_trains_is_never_cached() -> None:
     assert names(module.split().cached) == ["Encode"], "everything outside the denoiser is frozen"
 
 
-def test_two_stages_give_the_loss_of_one() -> None:
-    module = Module()
-    whole = module.each([sample(1), sample(2)])
-    processed = [{**sample(index), "data": module.process(sample(index)["data"])} for index in (1, 2)]
-    assert set(processed[0]["data"]) == {"moments", "text"}
-    encode = module.units[0]
-    assert isinstance(encode, Encode)
-    before = encode.calls
-    assert torch.equal(module.each(processed), whole)
-    assert encode.calls == before, "processed values are not computed again"
-
-
 def test_a_sample_does_not_depend_on_its_batch() -> None:
     module = Module()
     both, alone = module.each([sample(1), sample(2)]), torch.cat([module.each([sample(1)]), module.each([sample(2)])])

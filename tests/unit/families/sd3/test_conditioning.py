@@ -30,23 +30,6 @@ def many() -> np.ndarray:
     return np.array(draw_drops(0, occurrence_words(0, 0, range(100_000)), 0.464))
 
 
-def test_ten_percent_of_samples_have_no_text(many: np.ndarray) -> None:
-    """Five separate draws for tokens and pooled vectors would give 2%."""
-    assert abs(many.all(axis=1).mean() - 0.1) < 0.003
-
-
-def test_each_encoder_is_dropped_with_the_given_probability(many: np.ndarray) -> None:
-    assert np.abs(many.mean(axis=0) - 0.464).max() < 0.006
-
-
-def test_encoders_are_dropped_independently(many: np.ndarray) -> None:
-    for one, two in [(0, 1), (0, 2), (1, 2)]:
-        assert abs((many[:, one] & many[:, two]).mean() - 0.464**2) < 0.006
-    for pattern in ALL_DROPS:
-        expected = np.prod([0.464 if dropped else 0.536 for dropped in pattern])
-        assert abs((many == pattern).all(axis=1).mean() - expected) < 0.006
-
-
 def test_a_joint_draw_drops_all_encoders_or_none() -> None:
     occurrences = occurrence_words(0, 0, range(20_000))
     many = np.array(draw_drops(0, occurrences, 0.1, joint=True))
@@ -54,26 +37,6 @@ def test_a_joint_draw_drops_all_encoders_or_none() -> None:
     assert (many == many[:, :1]).all()
     assert abs(many[:, 0].mean() - 0.1) < 0.007
     assert draw_drops(0, occurrences[:9], 1.0, joint=True) == [(True,) * 3] * 9
-
-
-def test_drops_of_two_encoders_are_uncorrelated(many: np.ndarray) -> None:
-    correlation = np.corrcoef(many.T.astype(float)) - np.eye(3)
-    assert np.abs(correlation).max() < 4 / np.sqrt(len(many))
-
-
-def test_a_draw_belongs_to_the_occurrence_of_the_sample() -> None:
-    def drops(seed: int, epoch: int, repeat: int) -> list[tuple[bool, ...]]:
-        return draw_drops(seed, occurrence_words(epoch, repeat, range(50)), 0.464)
-
-    assert drops(0, 0, 0) == drops(0, 0, 0)
-    others = [drops(1, 0, 0), drops(0, 1, 0), drops(0, 0, 1)]
-    assert all(other != drops(0, 0, 0) for other in others)
-
-
-def test_probabilities_0_and_1() -> None:
-    occurrences = occurrence_words(0, 0, range(200))
-    assert draw_drops(0, occurrences, 0.0) == [(False,) * 3] * 200
-    assert draw_drops(0, occurrences, 1.0) == [(True,) * 3] * 200
 
 
 def test_draws_are_the_first_uniforms_of_each_samples_stream() -> None:
@@ -101,11 +64,6 @@ def test_the_empty_caption_replaces_fully_dropped_samples_only() -> None:
         for name in NAMES:
             expected = empty[name] if all(drops) else zeroed[name][row]
             assert torch.equal(result[name][row], expected), (drops, name)
-
-
-def test_a_fully_dropped_sample_is_zero_without_an_empty_caption() -> None:
-    result = drop_text(texts(1), [(True, True, True)], None)
-    assert all(not values[0].any() for values in result.values())
 
 
 def test_nan_features_are_dropped_too() -> None:

@@ -30,12 +30,6 @@ def test_draws_do_not_depend_on_the_batch_and_change_with_the_epoch() -> None:
         assert len({row.tobytes() for row in whole}) > 1
 
 
-def test_every_token_is_kept_equally_often() -> None:
-    kept = draw_kept(0, occurrence_words(0, 0, np.arange(4000)), 10, 0.5)
-    counts = np.bincount(kept.flatten(), minlength=10)
-    assert abs(counts - 2000).max() < 5 * np.sqrt(4000 * 0.25)
-
-
 def test_crops_cover_the_central_square_and_nothing_else() -> None:
     corners = draw_corners(0, occurrence_words(0, 0, np.arange(6000)), (4, 6), 9, 32)
     first = (32 - 9) // 2
