@@ -59,11 +59,25 @@ def assert_same(actual: Batch, expected: Batch) -> None:
         assert all(one[name].dtype == two[name].dtype and torch.equal(one[name], two[name]) for name in one)
 
 
-@pytest.mark.parametrize("uncond", [False, True])
-@pytest.mark.parametrize("batch", [3, 20, 80])
-def test_gathered_inputs_are_those_of_the_shards(model: Model, data: CachedDataset, uncond: bool, batch: int) -> None:
-    """In every step of two epochs: all patterns of dropped text, masked and unmasked batches."""
-    preparer = make_preparer(model, data, uncond)
+JOINT: dict[str, Any] = {"uncond_text_dropout": "joint", "uncond_text_dropout_prob": 0.5}
+DRAWS: dict[str, Any] = {"routing": {}, "position_crop_side": 7}
+
+
+@pytest.mark.parametrize(
+    ("uncond", "batch", "keys"),
+    [
+        *((uncond, batch, {}) for uncond in (False, True) for batch in (3, 20, 80)),
+        (False, 20, JOINT),
+        (False, 20, DRAWS),
+    ],
+)
+def test_gathered_inputs_are_those_of_the_shards(
+    model: Model, data: CachedDataset, uncond: bool, batch: int, keys: dict[str, Any]
+) -> None:
+    """In every step of two epochs: all patterns of dropped text, masked and unmasked batches; weighted captions."""
+    if keys == JOINT:
+        data.caption_weights = {"toy#0": (1.0,)}
+    preparer = make_preparer(model, data, uncond, **keys)
     inputs = ResidentInputs(preparer, ResidentCache(data, CPU), SEED)
     order = data.order(SEED, {"toy#0": 1.0}, lambda resolution: batch)
     masks = set()
@@ -72,32 +86,10 @@ def test_gathered_inputs_are_those_of_the_shards(model: Model, data: CachedDatas
         read = data.read(picks, SEED)
         masks.add(read["mask"] is None)
         assert_same(inputs.gather(inputs.indices(picks)), preparer.prepare_clean(read))
-        gathered = GatheringPreparer(inputs, adds_noise=True)
-        assert_same(gathered.prepare_inputs(picks), preparer.prepare_inputs(read))
-    assert masks == {False, True}
-
-
-def test_weighted_captions_and_joint_dropout_are_those_of_the_shards(model: Model, data: CachedDataset) -> None:
-    data.caption_weights = {"toy#0": (1.0,)}
-    preparer = make_preparer(model, data, False, uncond_text_dropout="joint", uncond_text_dropout_prob=0.5)
-    inputs = ResidentInputs(preparer, ResidentCache(data, CPU), SEED)
-    order = data.order(SEED, {"toy#0": 1.0}, lambda resolution: 20)
-    for step in range(order.steps_per_epoch):
-        picks = order.picks(step, 0, order.batch_size(step))
-        assert_same(inputs.gather(inputs.indices(picks)), preparer.prepare_clean(data.read(picks, SEED)))
-
-
-def test_draws_per_image_are_those_of_the_shards(model: Model, data: CachedDataset) -> None:
-    preparer = make_preparer(model, data, False, routing={}, position_crop_side=7)
-    inputs = ResidentInputs(preparer, ResidentCache(data, CPU), SEED)
-    order = data.order(SEED, {"toy#0": 1.0}, lambda resolution: 20)
-    for step in range(order.steps_per_epoch):
-        picks = order.picks(step, 0, order.batch_size(step))
-        read = data.read(picks, SEED)
-        assert_same(inputs.gather(inputs.indices(picks)), preparer.prepare_clean(read))
         gathered = GatheringPreparer(inputs, adds_noise=True).prepare_inputs(picks)
         assert_same(gathered, preparer.prepare_inputs(read))
-        assert {"kept", "corners"} <= gathered.values.keys()
+        assert ({"kept", "corners"} <= gathered.values.keys()) == (keys == DRAWS)
+    assert masks == {False, True}
 
 
 def test_indices_go_to_the_device_and_lengths_stay(model: Model, data: CachedDataset) -> None:
