@@ -16,6 +16,9 @@ from torch import nn
 
 from sd3_light.assets import DEMO
 
+TinyFolder = Callable[[str], Path]
+"""Writes a family's pipeline once and returns its folder: the fixture `tiny_folder`."""
+
 _FLUX: tuple[str, dict[str, Any]] = (
     "FluxTransformer2DModel",
     {"in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "guidance_embeds": True}

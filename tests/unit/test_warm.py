@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import warnings
@@ -55,15 +54,6 @@ def test_variables_that_libraries_read_at_import_start_a_new_interpreter(script:
     assert "False False" in run("-c", SHOW).stdout
 
 
-def test_variables_of_libraries_that_may_differ_are_applied(script: Path) -> None:
-    script.write_text(
-        "import sys\nis_warm = 'torch' in sys.modules\nfrom diffusers.utils import dynamic_modules_utils, logging\n"
-        "print(logging.get_verbosity(), dynamic_modules_utils.HF_MODULES_CACHE, is_warm)"
-    )
-    done = run(script, env={**os.environ, "DIFFUSERS_VERBOSITY": "error", "HF_MODULES_CACHE": "elsewhere"})
-    assert done.stdout == "40 elsewhere True\n"
-
-
 def test_the_exit_code_and_the_traceback_arrive(script: Path) -> None:
     script.write_text("import sys; sys.exit(int(sys.argv[1]))")
     assert [run(script, code).returncode for code in (0, 2, 75)] == [0, 2, 75]
@@ -83,27 +73,6 @@ def test_a_process_ends_as_usual(script: Path) -> None:
     assert run(script).stdout == "end\nthread\nregistered\n"
     done = run(script, "text")
     assert (done.returncode, done.stdout, done.stderr) == (1, "end\nthread\nregistered\n", "text\n")
-
-
-def test_input_variables_and_inherited_files_arrive(script: Path) -> None:
-    reader, writer = os.pipe()
-    script.write_text("import os, sys; os.write(int(sys.argv[1]), (input() + os.environ['RANK']).encode())")
-    done = run(script, writer, input="hello\n", env={**os.environ, "RANK": "7"}, pass_fds=[writer])
-    os.close(writer)
-    with open(reader, encoding="utf-8") as file:
-        assert (done.returncode, file.read()) == (0, "hello7")
-
-
-@pytest.mark.parametrize("start", [b"", bytes(3), (9).to_bytes(8, "little") + b"{}"])
-def test_a_client_that_dies_before_its_request_is_complete_leaves_the_server_running(
-    script: Path, start: bytes
-) -> None:
-    script.write_text(SHOW)
-    run(script)
-    with socket.socket(socket.AF_UNIX) as client:
-        client.connect(str(Path(sys.executable).with_name("server.socket")))
-        client.sendall(start)
-    assert "True False" in run(script).stdout
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])

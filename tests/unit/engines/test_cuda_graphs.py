@@ -14,7 +14,7 @@ from sd3_light.core.batch import Batch
 from sd3_light.engines import Launch, cuda_graphs
 from sd3_light.engines.cuda_graphs import Numbers
 from sd3_light.engines.torch import TorchEngine
-from tests.unit.engines.test_torch import CPU, Line, config, equal, fill, line_batch, snapshot
+from tests.unit.engines.test_torch import CPU, Line, config, equal, line_batch, snapshot
 
 
 class Recording:
@@ -146,16 +146,6 @@ def test_tensors_of_another_dtype_have_their_own_graph(make: Make) -> None:
         engine.train_step([line_batch().with_values({"mask": mask})], 1e-2)
     assert engine.graphs is not None
     assert engine.graphs.count == 2
-
-
-def test_a_run_continues_with_graphs_from_a_state_without(make: Make, tmp_path: Path) -> None:
-    expected = plain(tmp_path)
-    train(expected, 0, 3)
-    state = snapshot(expected)
-    engine, _ = make()
-    fill(engine, state)
-    assert train(engine, 3, 3) == train(expected, 3, 3)
-    assert equal(snapshot(engine), snapshot(expected))
 
 
 def test_a_batch_is_copied_into_the_same_memory(make: Make) -> None:

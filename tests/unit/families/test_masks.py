@@ -2,7 +2,6 @@
 
 import copy
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +22,7 @@ from sd3_light.flow.objective import inside_and_outside
 from sd3_light.sources.preprocess import decode_mask
 from sd3_light.train.verb import Resume
 from tests.checkpoints import same, tensors
-from tests.families import deep_compression_vae
+from tests.families import TinyFolder, deep_compression_vae
 from tests.made_up_cache import LABEL, write_cache
 from tests.project import Project
 from tests.stock_project import BUCKETS, LORA, write_project
@@ -37,7 +36,7 @@ FAMILIES = ["flux", "flux2", "krea2", "prx", "qwen_image", "sana", "wan", "z_ima
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def tiny(request: pytest.FixtureRequest, tiny_folder: Callable[[str], Path]) -> Tiny:
+def tiny(request: pytest.FixtureRequest, tiny_folder: TinyFolder) -> Tiny:
     return Tiny(request.param, tiny_folder(request.param))
 
 
@@ -186,7 +185,7 @@ def test_masks_of_another_factor_are_not_copied(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tables", ["", LORA], ids=["full", "lora"])
 def test_a_masked_run_resumes_exactly_from_shards_and_from_memory(
-    tmp_path: Path, tiny_folder: Callable[[str], Path], tables: str
+    tmp_path: Path, tiny_folder: TinyFolder, tables: str
 ) -> None:
     project = write_project(tmp_path, tiny_folder("flux"))
     project.train_toml.write_text(project.train_toml.read_text() + tables)

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +18,7 @@ from sd3_light.core.registry import family_named
 from sd3_light.export.lora_merge import add_adapters
 from sd3_light.export.lora_stack import Lora
 from sd3_light.families.base import StockFamily
-from tests.families import make_denoiser
+from tests.families import TinyFolder, make_denoiser
 from tests.stock import model_table
 from tests.warm import REAL_PYTHON
 
@@ -52,7 +51,7 @@ def test_records_agree_with_the_families_parts(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", STOCK)
-def test_records_of_texts_agree_with_the_columns(name: str, tiny_folder: Callable[[str], Path]) -> None:
+def test_records_of_texts_agree_with_the_columns(name: str, tiny_folder: TinyFolder) -> None:
     family = family_named(name)
     assert isinstance(family, StockFamily)
     folder = tiny_folder(name)

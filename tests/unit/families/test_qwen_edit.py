@@ -38,7 +38,7 @@ from sd3_light.sources.decode import read_fitted
 from sd3_light.train.verb import Resume
 from sd3_light.world import write_dataset
 from tests.checkpoints import same, tensors
-from tests.families import with_processor
+from tests.families import TinyFolder, with_processor
 from tests.project import Project
 from tests.stock_project import LORA, write_project
 from tests.unit.families import test_stock_cache as caches
@@ -85,7 +85,7 @@ def few_pixels(scale: Callable[[int, float], Any], area: int, ratio: float) -> A
 
 
 @pytest.fixture(params=[EDIT, PLUS])
-def tiny(request: pytest.FixtureRequest, small: None, tiny_folder: Callable[[str], Path]) -> Tiny:
+def tiny(request: pytest.FixtureRequest, small: None, tiny_folder: TinyFolder) -> Tiny:
     tiny = Tiny(request.param, tiny_folder(request.param))
     return with_count(tiny, COUNTS[request.param])
 
@@ -230,7 +230,7 @@ def test_images_are_drawn_with_references_as_they_are_cached(tiny: Tiny, tmp_pat
 
 
 @pytest.mark.parametrize("kind", [EDIT, PLUS])
-def test_a_proof_draws_from_a_small_reference(kind: str, tiny_folder: Callable[[str], Path]) -> None:
+def test_a_proof_draws_from_a_small_reference(kind: str, tiny_folder: TinyFolder) -> None:
     tiny = Tiny(kind, tiny_folder(kind))
     pipe = opened(tiny)
     inputs = tiny.family.files.pipeline_inputs(tiny.folder, dict(pipe.transformer.config), {"text_max_length": 12})
@@ -244,9 +244,7 @@ def test_a_proof_draws_from_a_small_reference(kind: str, tiny_folder: Callable[[
     assert [len(each) for each in shapes] == [2, 2]
 
 
-def test_the_cost_counts_the_tokens_of_references(
-    monkeypatch: pytest.MonkeyPatch, tiny_folder: Callable[[str], Path]
-) -> None:
+def test_the_cost_counts_the_tokens_of_references(monkeypatch: pytest.MonkeyPatch, tiny_folder: TinyFolder) -> None:
     """FLOPs by torch's own count of a pass with a reference of 576 tokens, more than the image has."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
@@ -349,7 +347,7 @@ def test_faults_name_the_key(tmp_path: Path, name: str, data: str, keys: str, me
         check.load(project.train_toml)
 
 
-def test_a_denoiser_that_edits_is_refused_as_a_plain_one(tmp_path: Path, tiny_folder: Callable[[str], Path]) -> None:
+def test_a_denoiser_that_edits_is_refused_as_a_plain_one(tmp_path: Path, tiny_folder: TinyFolder) -> None:
     config = tmp_path / "transformer" / "config.json"
     config.parent.mkdir()
     config.write_text(json.dumps({"zero_cond_t": True}))
@@ -374,7 +372,7 @@ def training(folder: Path, model: Path, count: int, more: str = "") -> Project:
 
 @pytest.mark.parametrize(("name", "tables"), [(EDIT, ""), (PLUS, LORA)])
 def test_a_run_resumes_exactly_from_shards_and_from_memory(
-    tmp_path: Path, tiny_folder: Callable[[str], Path], small: None, unproven: None, name: str, tables: str
+    tmp_path: Path, tiny_folder: TinyFolder, small: None, unproven: None, name: str, tables: str
 ) -> None:
     project = training(tmp_path, tiny_folder(name), COUNTS[name], tables)
     last = checkpoint_name(4)
@@ -385,7 +383,7 @@ def test_a_run_resumes_exactly_from_shards_and_from_memory(
 
 
 def test_a_run_draws_from_references_as_the_pipeline_does(
-    tmp_path: Path, tiny_folder: Callable[[str], Path], small: None, unproven: None
+    tmp_path: Path, tiny_folder: TinyFolder, small: None, unproven: None
 ) -> None:
     (file,) = references(tmp_path, 1)
     prompts = SAMPLING.replace('prompts = ["a red fox"]\n', "")
@@ -402,7 +400,7 @@ def test_a_run_draws_from_references_as_the_pipeline_does(
 @pytest.mark.parametrize(("name", "tables"), [(EDIT, ""), (PLUS, LORA)])
 def test_an_export_is_proven_with_a_reference_and_draws_with_one(
     tmp_path: Path,
-    tiny_folder: Callable[[str], Path],
+    tiny_folder: TinyFolder,
     small: None,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
@@ -431,7 +429,7 @@ def test_an_export_is_proven_with_a_reference_and_draws_with_one(
         draw(project.run, tmp_path / "without")
 
 
-def test_new_writes_a_project_of_edits(tmp_path: Path, small: None, tiny_folder: Callable[[str], Path]) -> None:
+def test_new_writes_a_project_of_edits(tmp_path: Path, small: None, tiny_folder: TinyFolder) -> None:
     for folder in ("images", "images-before"):
         write_dataset(tmp_path / folder, 8, seed=1)
     for name in (EDIT, PLUS):

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from sd3_light.sample.verb import SampleOptions
 from sd3_light.train.verb import Resume
 from sd3_light.world import write_dataset
 from tests.checkpoints import same, tensors
+from tests.families import TinyFolder
 from tests.made_up_cache import LABEL, write_cache
 from tests.project import Project
 from tests.stock_project import LORA, write_project
@@ -49,7 +49,7 @@ NAME = "flux_kontext"
 
 
 @pytest.fixture
-def tiny(tiny_folder: Callable[[str], Path]) -> Tiny:
+def tiny(tiny_folder: TinyFolder) -> Tiny:
     return Tiny(NAME, tiny_folder(NAME))
 
 
@@ -113,7 +113,7 @@ def test_images_are_drawn_with_the_reference_as_it_is_cached(tiny: Tiny, tmp_pat
         generate(pipe, [replace(request, references=(tmp_path / "none.png",))], policy)
 
 
-def test_flux2_sees_several_references_in_their_order(tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:
+def test_flux2_sees_several_references_in_their_order(tiny_folder: TinyFolder, tmp_path: Path) -> None:
     """One step of the stock pipeline, which has the frames 10 and 20 for them; the images of a grid are its own."""
     flux2 = Tiny("flux2", tiny_folder("flux2"))
     pipe: Any = diffusers.Flux2KleinPipeline.from_pretrained(flux2.folder, local_files_only=True)
@@ -165,7 +165,7 @@ def test_flux2_sees_several_references_in_their_order(tiny_folder: Callable[[str
     assert len({image.tobytes() for image in together}) == 4
 
 
-def test_the_cost_counts_the_tokens_of_references(tiny: Tiny, tiny_folder: Callable[[str], Path]) -> None:
+def test_the_cost_counts_the_tokens_of_references(tiny: Tiny, tiny_folder: TinyFolder) -> None:
     """FLOPs by torch's own count of a pass with a reference; those of Flux are fewer."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
@@ -317,7 +317,7 @@ def test_batches_have_the_reference_without_noise_and_drop_it_apart_from_the_tex
     ("family", "tables"), [(NAME, ""), (NAME, LORA), ("flux2", LORA)], ids=["full", "lora", "several"]
 )
 def test_a_run_resumes_exactly_from_shards_and_from_memory(
-    tmp_path: Path, tiny_folder: Callable[[str], Path], unproven: None, family: str, tables: str
+    tmp_path: Path, tiny_folder: TinyFolder, unproven: None, family: str, tables: str
 ) -> None:
     folders = ["before"] if family == NAME else ["before", "style"]
     for folder in folders:
@@ -336,9 +336,7 @@ def test_a_run_resumes_exactly_from_shards_and_from_memory(
 
 @pytest.mark.timeout(600)
 @pytest.mark.slow
-def test_an_export_is_proven_with_a_reference_and_draws_with_one(
-    tmp_path: Path, tiny_folder: Callable[[str], Path]
-) -> None:
+def test_an_export_is_proven_with_a_reference_and_draws_with_one(tmp_path: Path, tiny_folder: TinyFolder) -> None:
     (tmp_path / "before").mkdir()
     project = write_project(tmp_path, tiny_folder(NAME), 'references = ["before"]\n')
     run(project, "whole", "save_every_n_steps=4")
@@ -353,7 +351,7 @@ def test_an_export_is_proven_with_a_reference_and_draws_with_one(
     assert images[0] != images[1]
 
 
-def test_new_writes_a_project_of_edits(tmp_path: Path, tiny_folder: Callable[[str], Path]) -> None:
+def test_new_writes_a_project_of_edits(tmp_path: Path, tiny_folder: TinyFolder) -> None:
     for folder in ("images", "images-before"):
         write_dataset(tmp_path / folder, 8, seed=1)
     written = new.run("edit", str(tmp_path / "images"), str(tiny_folder(NAME)), tmp_path, resolution=64)

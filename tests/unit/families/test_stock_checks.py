@@ -23,6 +23,7 @@ from sd3_light.families.base import StockFamily
 from sd3_light.families.stock.weights import StockSize
 from sd3_light.new import verb as new
 from sd3_light.system import Gpu
+from tests.families import TinyFolder
 from tests.project import Project
 
 FAMILIES = ["flux", "flux2", "krea2", "prx", "qwen_image", "sana", "z_image"]
@@ -41,7 +42,7 @@ diffusers_path = "{model}"
 
 
 @pytest.fixture
-def flux(tmp_path: Path, tiny_folder: Callable[[str], Path]) -> Path:
+def flux(tmp_path: Path, tiny_folder: TinyFolder) -> Path:
     """A copy that a test may change."""
     return Path(shutil.copytree(tiny_folder("flux"), tmp_path / "flux"))
 
@@ -79,7 +80,7 @@ def set_json(path: Path, **entries: Any) -> None:
 def test_check_accepts_what_new_writes(
     tmp_path: Path,
     raw_project: Project,
-    tiny_folder: Callable[[str], Path],
+    tiny_folder: TinyFolder,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
     kind: str,
@@ -136,7 +137,7 @@ GUIDANCE |= {"sana": 1.0, "wan": 1.0, "z_image": 0.0}
 
 @pytest.mark.parametrize("name", GUIDANCE)
 def test_guidance_without_text_dropout_is_named_where_it_compares(
-    name: str, tmp_path: Path, raw_project: Project, tiny_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, raw_project: Project, tiny_folder: TinyFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A denoiser that takes a number needs no dropout; others run once per step up to the guidance that is named."""
     off = GUIDANCE[name]
@@ -218,7 +219,7 @@ def test_missing_parts_are_named_one_by_one(flux: Path, faults: Faults) -> None:
 )
 def test_missing_folders_are_one_fault(
     tmp_path: Path,
-    tiny_folder: Callable[[str], Path],
+    tiny_folder: TinyFolder,
     faults: Faults,
     name: str,
     parts: list[str],
@@ -236,7 +237,7 @@ def test_missing_folders_are_one_fault(
 @pytest.mark.parametrize("name", ["flux", "krea2", "wan", "z_image"])
 def test_a_denoiser_without_its_pipeline_is_one_fault(
     tmp_path: Path,
-    tiny_folder: Callable[[str], Path],
+    tiny_folder: TinyFolder,
     faults: Faults,
     name: str,
     keys: str,
@@ -253,7 +254,7 @@ def test_a_denoiser_without_its_pipeline_is_one_fault(
         assert len(faults(model, "", f'type = "{name}"\n{keys}')) == 1
 
 
-def test_a_denoiser_elsewhere_is_enough(tmp_path: Path, tiny_folder: Callable[[str], Path], faults: Faults) -> None:
+def test_a_denoiser_elsewhere_is_enough(tmp_path: Path, tiny_folder: TinyFolder, faults: Faults) -> None:
     folder = Path(shutil.copytree(tiny_folder("qwen_image"), tmp_path / "model"))
     denoiser = (folder / "transformer").rename(tmp_path / "denoiser")
     assert faults(folder, "", f'init = "{denoiser}"') == []
@@ -350,7 +351,7 @@ def test_new_names_its_option_for_a_single_file(tmp_path: Path, raw_project: Pro
     assert fault.problem.startswith(f"{file} is a file; give a diffusers folder")
 
 
-def test_refused_models_are_named(tmp_path: Path, tiny_folder: Callable[[str], Path], faults: Faults) -> None:
+def test_refused_models_are_named(tmp_path: Path, tiny_folder: TinyFolder, faults: Faults) -> None:
     cases = [
         ("flux2", "model_index.json", {"is_distilled": True}, "distilled to few steps"),
         ("krea2", "model_index.json", {"is_distilled": True}, "distilled to few steps"),
@@ -366,7 +367,7 @@ def test_refused_models_are_named(tmp_path: Path, tiny_folder: Callable[[str], P
 
 
 def test_a_package_for_captions_is_needed(
-    tiny_folder: Callable[[str], Path], faults: Faults, monkeypatch: pytest.MonkeyPatch
+    tiny_folder: TinyFolder, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family = family_named("prx")
     monkeypatch.setattr(type(family), "packages", ("no_such_package",))
@@ -375,7 +376,7 @@ def test_a_package_for_captions_is_needed(
 
 
 def test_sides_follow_the_vae(
-    tmp_path: Path, raw_project: Project, tiny_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, raw_project: Project, tiny_folder: TinyFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of Sana's own VAE, which shrinks images 32 times."""
     sana = tiny_folder("sana")
@@ -394,7 +395,7 @@ def test_sides_follow_the_vae(
 
 @pytest.mark.parametrize(("name", "key"), [("z_image", "axes_lens"), ("wan", "rope_max_seq_len")])
 def test_positions_end_at_the_size_of_their_table(
-    name: str, key: str, tmp_path: Path, raw_project: Project, tiny_folder: Callable[[str], Path]
+    name: str, key: str, tmp_path: Path, raw_project: Project, tiny_folder: TinyFolder
 ) -> None:
     folder = Path(shutil.copytree(tiny_folder(name), tmp_path / name))
     config = json.loads((folder / "transformer" / "config.json").read_text())
@@ -431,7 +432,7 @@ def test_a_hostile_folder_is_a_fault(flux: Path, faults: Faults) -> None:
 # --- clips ---------------------------------------------------------------------------------------
 
 
-def test_clips_in_place_of_images_are_named(tmp_path: Path, flux: Path, tiny_folder: Callable[[str], Path]) -> None:
+def test_clips_in_place_of_images_are_named(tmp_path: Path, flux: Path, tiny_folder: TinyFolder) -> None:
     clips = tmp_path / "clips"
     clips.mkdir()
     (clips / "a.mp4").write_bytes(b"")
@@ -447,9 +448,7 @@ def test_clips_in_place_of_images_are_named(tmp_path: Path, flux: Path, tiny_fol
     assert fault.hint == "the folder has clips: write frames in the dataset TOML"
 
 
-def test_new_counts_clips_with_the_images(
-    tmp_path: Path, raw_project: Project, tiny_folder: Callable[[str], Path]
-) -> None:
+def test_new_counts_clips_with_the_images(tmp_path: Path, raw_project: Project, tiny_folder: TinyFolder) -> None:
     for name, words in (("wan", "40 clips and images at 64 px"), ("flux", "40 images at 64 px")):
         options = ["--data", str(raw_project.images), "--model", str(tiny_folder(name)), "--out", str(tmp_path / name)]
         result = CliRunner().invoke(app, ["new", "lora", *options, "--resolution", "64", "--gpu-memory", "24"])

@@ -18,6 +18,7 @@ from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import CachedDataset
 from sd3_light.encoding.vae import load_vae
 from sd3_light.families.base import StockFamily
+from tests.families import TinyFolder
 from tests.made_up_cache import LABEL, write_cache
 
 FAMILIES = ["flux", "flux2", "krea2", "prx", "qwen_image", "sana", "z_image"]
@@ -49,7 +50,7 @@ class Tiny:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def tiny(request: pytest.FixtureRequest, tiny_folder: Callable[[str], Path]) -> Tiny:
+def tiny(request: pytest.FixtureRequest, tiny_folder: TinyFolder) -> Tiny:
     return Tiny(request.param, tiny_folder(request.param))
 
 

@@ -1,6 +1,6 @@
 """Training a stock family towards a score: all weights and a LoRA, resumed inside a window."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from sd3_light.core.registry import family_named
 from sd3_light.tasks import launch_reward_task
 from sd3_light.train.verb import Resume
 from tests.checkpoints import same, tensors
+from tests.families import TinyFolder
 from tests.project import Project
 from tests.stock_project import LORA, write_project
 
@@ -34,7 +35,7 @@ FAMILIES = ["flux", *(pytest.param(name, marks=pytest.mark.slow) for name in ("q
 def project(
     request: pytest.FixtureRequest,
     tmp_path: Path,
-    tiny_folder: Callable[[str], Path],
+    tiny_folder: TinyFolder,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Project:
     monkeypatch.setattr(type(family_named(request.param)), "packages", ())

@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from sd3_light.model import host_inputs
 from sd3_light.train import verb as train
 from sd3_light.train.verb import Resume
 from tests.checkpoints import same, tensors
+from tests.families import TinyFolder
 from tests.judge_folders import write_vision
 from tests.made_up_cache import write_cache
 from tests.poisoned import poison
@@ -43,7 +43,7 @@ FAMILIES = ["flux", *(pytest.param(name, marks=pytest.mark.slow) for name in OTH
 def project(
     request: pytest.FixtureRequest,
     tmp_path: Path,
-    tiny_folder: Callable[[str], Path],
+    tiny_folder: TinyFolder,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Project:
     monkeypatch.setattr(type(family_named(request.param)), "packages", ())

@@ -14,6 +14,7 @@ from sd3_light.core.registry import family_of_folder
 from sd3_light.families.base import StockFamily
 from sd3_light.families.stock.attention import QwenAttention, ZImageAttention, attend, rotate
 from sd3_light.families.stock.model import StockModel
+from tests.families import TinyFolder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -61,7 +62,7 @@ class Model:
 
 
 @pytest.fixture(params=ROUNDED)
-def make(request: pytest.FixtureRequest, tiny_folder: Callable[[str], Path]) -> Callable[..., Model]:
+def make(request: pytest.FixtureRequest, tiny_folder: TinyFolder) -> Callable[..., Model]:
     return lambda **keys: Model(request.param, tiny_folder(request.param), **keys)
 
 
@@ -82,7 +83,7 @@ def test_padding_changes_nothing(make: Callable[..., Model], lengths: list[int])
         assert_same(tiny.run(batch, step), plain)
 
 
-def test_the_padding_of_z_image_is_its_own(tiny_folder: Callable[[str], Path]) -> None:
+def test_the_padding_of_z_image_is_its_own(tiny_folder: TinyFolder) -> None:
     tiny = Model("z_image", tiny_folder("z_image"))
     plain = tiny.run(text_batch([7]), None)
     rounded = tiny.run(text_batch([7]), 32)
@@ -107,7 +108,7 @@ def test_batches_of_other_lengths_have_one_shape_and_no_tensors_on_the_host(make
 
 
 @pytest.mark.parametrize("name", ["krea2", "prx"])
-def test_other_families_say_why_not(name: str, tiny_folder: Callable[[str], Path]) -> None:
+def test_other_families_say_why_not(name: str, tiny_folder: TinyFolder) -> None:
     family = family_of_folder(tiny_folder(name))
     assert isinstance(family, StockFamily)
     assert not family.text_steps
@@ -124,7 +125,7 @@ def test_other_families_say_why_not(name: str, tiny_folder: Callable[[str], Path
 @pytest.mark.parametrize(("name", "processor"), [("qwen_image", QwenAttention), ("z_image", ZImageAttention)])
 @pytest.mark.parametrize("lengths", [[7], [40], [3, 11], [20, 50]])
 def test_attention_is_that_of_the_stock_processor(
-    name: str, processor: type, lengths: list[int], tiny_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    name: str, processor: type, lengths: list[int], tiny_folder: TinyFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny = Model(name, tiny_folder(name))
     batch = text_batch(lengths)
@@ -135,7 +136,7 @@ def test_attention_is_that_of_the_stock_processor(
             assert_same(tiny.run(batch, step), stock)
 
 
-def test_compiled_attention_is_the_same(tiny_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_attention_is_the_same(tiny_folder: TinyFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced, without machine code."""
     from torch import _dynamo
     from torch._dynamo.testing import CompileCounterWithBackend

@@ -98,7 +98,8 @@ KEEPS = {"saved": None, "recomputed": plainly, "selective": selectively}
 
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_swapped_blocks_compute_the_same_bits(keep: str, count: int) -> None:
+def test_swapped_blocks_compute_the_same_bits(keep: str, count: int, poisoned: list[int]) -> None:
+    """And nothing reads a block whose turn is over."""
     expected = train(Stack(5, KEEPS[keep]))
     model = Stack(5, KEEPS[keep])
     swap = swapped(model, count)
@@ -108,17 +109,8 @@ def test_swapped_blocks_compute_the_same_bits(keep: str, count: int) -> None:
     block = sum(weight.nbytes for weight in model.blocks[0].parameters() if not weight.requires_grad)
     assert count * block <= swap.host_bytes < count * (block + 6 * 512)
     assert swap.device_bytes == min(2, count) * swap.host_bytes / count
-
-
-@pytest.mark.parametrize("keep", KEEPS)
-def test_nothing_reads_a_block_whose_turn_is_over(keep: str, poisoned: list[int]) -> None:
-    expected = train(Stack(5, KEEPS[keep]))
-    model = Stack(5, KEEPS[keep])
-    swapped(model, 5)
-    losses, weights = train(model)
-    assert losses == expected[0]
-    assert all(torch.equal(*pair) for pair in zip(weights, expected[1], strict=True))
-    assert poisoned[:17] == [0, 1, 2, 3, 4, 3, 2, 1, 0, 1, 2, 3, 4, 3, 2, 1, 0]
+    if count == 5:
+        assert poisoned[:17] == [0, 1, 2, 3, 4, 3, 2, 1, 0, 1, 2, 3, 4, 3, 2, 1, 0]
 
 
 def test_a_block_is_copied_once_per_pass_and_ahead_of_its_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,12 +31,11 @@ def test_samples_are_drawn_before_the_first_and_after_the_last_step(project: Pro
         assert (shown.format, shown.size) == ("JPEG", grid.size)
 
 
-def test_samples_are_drawn_at_chosen_steps(project: Project) -> None:
-    assert drawn_at(project, "sampling.at_steps=[1, 2, 9]") == [1, 2, 3]
-
-
-def test_the_last_step_may_draw_nothing(project: Project) -> None:
-    assert drawn_at(project, "sampling.after_last_step=false") == [2]
+@pytest.mark.parametrize(
+    ("key", "steps"), [("sampling.at_steps=[1, 2, 9]", [1, 2, 3]), ("sampling.after_last_step=false", [2])]
+)
+def test_samples_are_drawn_at_chosen_steps(project: Project, key: str, steps: list[int]) -> None:
+    assert drawn_at(project, key) == steps
 
 
 def test_a_card_shows_the_newest_samples_up_to_its_step_as_a_small_image(tmp_path: Path) -> None:

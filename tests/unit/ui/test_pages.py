@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +31,20 @@ from tests.unit.ui.conftest import PROMPTS, SEEDS, write_grid, write_run
 
 HOLD = "import sys, time; from pathlib import Path; from sd3_light.checkpoint.lock import locked_folder\n"
 HOLD += "with locked_folder(Path(sys.argv[1])): print('held', flush=True); time.sleep(600)"
+
+
+@contextmanager
+def held(run: Path) -> Iterator[None]:
+    """Lock a run folder from another process, as a run that trains does."""
+    run.mkdir(exist_ok=True)
+    process = subprocess.Popen([sys.orig_argv[0], "-c", HOLD, str(run)], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_the_cache_of_a_run_is_found_elsewhere(tmp_path: Path) -> None:
@@ -131,19 +147,13 @@ def test_the_lock_tells_whether_a_run_is_running(runs: Path) -> None:
     folders, first = Folders([runs]), runs / "first"
     assert not is_locked(first)
     assert run_row(folders, folder_id(first)).status == "at step 40; not running"
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(first)], stdout=subprocess.PIPE)
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"held\n"
+    with held(first):
         assert is_locked(first)
         row = run_row(folders, folder_id(first))
         assert row.status == "at step 40; running"
         assert row.report.seconds_left == pytest.approx(40)
         assert "40 s left" in ParsedPage(runs_page(folders)).text
         assert "Save and stop" in ParsedPage(run_page(folders, folder_id(first))).text
-    finally:
-        process.kill()
-        process.wait()
     assert not is_locked(first)
 
 

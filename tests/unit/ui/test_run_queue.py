@@ -23,7 +23,7 @@ from sd3_light.ui.job_process import ProcessIdentity, find_process
 from sd3_light.ui.queue_pages import queue_page
 from sd3_light.ui.run_queue import CPU, RunQueue, can_resume
 from sd3_light.ui.user_state import locked_state
-from tests.unit.ui.test_pages import HOLD
+from tests.unit.ui.test_pages import held
 from tests.waiting import wait_until
 
 TRAINS = """#!/bin/sh
@@ -275,19 +275,13 @@ def test_a_shell_that_was_killed_without_its_run_ends_nothing(machine: Machine) 
     """The run folder is locked as long as the run trains."""
     queue = machine.queue()
     queue.add(machine.config())
-    holder = subprocess.Popen([sys.orig_argv[0], "-c", HOLD, str(machine.run())], stdout=subprocess.PIPE)
-    try:
-        assert holder.stdout is not None
-        holder.stdout.readline()
+    with held(machine.run()):
         os.killpg(queue.jobs()[0].pid, signal.SIGKILL)
         wait_until(lambda: not queue.jobs()[0].process.is_alive)
         queue.advance()
         assert queue.jobs()[0].state == RUNNING
         queue.stop(machine.run())
         assert (machine.run() / SAVE_QUIT).exists()
-    finally:
-        holder.kill()
-        holder.wait()
     assert machine.wait_for(queue, 0, STOPPED)
 
 
@@ -446,19 +440,12 @@ def test_the_state_is_for_the_user_alone(machine: Machine) -> None:
 
 def test_a_request_to_stop_follows_no_link(machine: Machine, tmp_path: Path) -> None:
     run = machine.run()
-    run.mkdir()
-    holder = subprocess.Popen([sys.orig_argv[0], "-c", HOLD, str(run)], stdout=subprocess.PIPE)
-    try:
-        assert holder.stdout is not None
-        holder.stdout.readline()
+    with held(run):
         assert is_locked(run)
         (run / SAVE_QUIT).symlink_to(tmp_path / "victim")
         with pytest.raises(UserError, match="is a link"):
             machine.queue().stop(run)
         assert not (tmp_path / "victim").exists()
-    finally:
-        holder.kill()
-        holder.wait()
     with pytest.raises(UserError, match="it has ended already"):
         machine.queue().stop(run)
 

@@ -4,7 +4,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -25,7 +24,7 @@ from sd3_light.system import state_folder
 from sd3_light.ui import playground as playground_module
 from sd3_light.ui.folders import folder_id
 from tests.unit.ui.conftest import write_run
-from tests.unit.ui.test_pages import HOLD
+from tests.unit.ui.test_pages import held
 from tests.waiting import HANG_SECONDS, wait_until
 
 pytest.importorskip("starlette", reason="needs starlette and uvicorn, the extra ui")
@@ -192,16 +191,10 @@ def test_stop_asks_a_running_run_to_save_and_quit(client: TestClient, runs: Path
     first, path = runs / "first", f"/runs/{folder_id(runs / 'first')}"
     assert client.post(f"{path}/stop").status_code == 400
     assert not (first / SAVE_QUIT).exists()
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(first)], stdout=subprocess.PIPE)
-    try:
-        assert process.stdout is not None
-        process.stdout.readline()
+    with held(first):
         assert client.post(f"{path}/stop").status_code == 303
         assert (first / SAVE_QUIT).exists()
         assert "Saving and stopping" in client.get(path).text
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_a_faulty_config_is_reported_and_nothing_starts(client: TestClient, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from sd3_light.config.faults import UserError
 from sd3_light.world.hard.captions import hard_captions, parse_hard_caption
-from sd3_light.world.hard.rendering import place_hard_objects, render_hard_scene
+from sd3_light.world.hard.rendering import place_hard_objects
 from sd3_light.world.hard.scene import (
     DEPTH_RELATIONS,
     HARD_KINDS,
@@ -84,10 +84,3 @@ def test_objects_are_inside_and_only_depth_relations_overlap(side: int) -> None:
             for other_x, other_y, other_diameter in placed[:index]:
                 distance = max(abs(x - other_x), abs(y - other_y))
                 assert (distance < 0.55 * (diameter + other_diameter)) <= (scene.relation in DEPTH_RELATIONS)
-
-
-def test_an_image_is_a_function_of_scene_and_seed() -> None:
-    scene = _scenes(1)[0]
-    first, again, other = (render_hard_scene(scene, 128, 128, np.random.default_rng(seed)) for seed in (0, 0, 1))
-    assert first.size == (128, 128)
-    assert first.tobytes() == again.tobytes() != other.tobytes()
