@@ -50,8 +50,9 @@ from tests.warm import REAL_PYTHON
 
 EDIT = "qwen_image_edit"
 PLUS = "qwen_image_edit_plus"
+KONTEXT = "flux_kontext"
 ROOT = Path(__file__).parents[3]
-COUNTS = MappingProxyType({EDIT: 1, PLUS: 2})
+COUNTS = MappingProxyType({EDIT: 1, PLUS: 2, KONTEXT: 1})
 AREAS = {name: getattr(qwen_image, name) for name in ("_AREA", "_SMALL_AREA")}
 FEW = {"_AREA": 64 * 64, "_SMALL_AREA": 32 * 32}  # in place of them: a million pixels take half a minute
 SIZE = Bucket(96, 64)
@@ -397,7 +398,7 @@ def test_a_run_draws_from_references_as_the_pipeline_does(
 
 @pytest.mark.timeout(600)
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "tables"), [(EDIT, ""), (PLUS, LORA)])
+@pytest.mark.parametrize(("name", "tables"), [(EDIT, ""), (PLUS, LORA), (KONTEXT, "")])
 def test_an_export_is_proven_with_a_reference_and_draws_with_one(
     tmp_path: Path,
     tiny_folder: TinyFolder,
@@ -417,14 +418,17 @@ def test_an_export_is_proven_with_a_reference_and_draws_with_one(
     run(project, "run", "save_every_n_steps=4")
     (export,) = (project.run / "exports").iterdir()
     assert json.loads((export / "sd3_light.json").read_text())
-    if name == EDIT:
-        assert json.loads((export / "model_index.json").read_text())["_class_name"] == "QwenImageEditPipeline"
+    if not tables:
+        assert json.loads((export / "model_index.json").read_text())["_class_name"] == family_named(name).pipeline
     files = references(tmp_path, COUNTS[name])
     drawn, facts = draw(project.run, tmp_path / "with", references=files)
     assert facts["references"] == [file.name for file in files]
     others = files[::-1] if name == PLUS else (next(project.images.glob("*.png")),)
     other, _ = draw(project.run, tmp_path / "other", references=others)
     assert not np.array_equal(drawn, other)
+    if name == KONTEXT:
+        assert not np.array_equal(draw(project.run, tmp_path / "without")[0], drawn)
+        return
     with pytest.raises(UserError, match="draws from an image"):
         draw(project.run, tmp_path / "without")
 

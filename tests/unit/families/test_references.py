@@ -30,10 +30,7 @@ from sd3_light.families.stock.inputs import StockInputs
 from sd3_light.flow.packing import pack_latents, unpack_latents
 from sd3_light.new import verb as new
 from sd3_light.randomness import first_words, occurrence_words, uniforms
-from sd3_light.sample import verb as sample
 from sd3_light.sample.generate import generate
-from sd3_light.sample.image_requests import PromptRow
-from sd3_light.sample.verb import SampleOptions
 from sd3_light.train.verb import Resume
 from sd3_light.world import write_dataset
 from tests.checkpoints import same, tensors
@@ -332,23 +329,6 @@ def test_a_run_resumes_exactly_from_shards_and_from_memory(
     assert same(whole, resumed)
     others = tensors(run(project, "kept") / last)
     assert any(not torch.equal(tensor, others[name]) for name, tensor in whole.items())
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.slow
-def test_an_export_is_proven_with_a_reference_and_draws_with_one(tmp_path: Path, tiny_folder: TinyFolder) -> None:
-    (tmp_path / "before").mkdir()
-    project = write_project(tmp_path, tiny_folder(NAME), 'references = ["before"]\n')
-    run(project, "whole", "save_every_n_steps=4")
-    export = project.folder / "whole" / "exports" / checkpoint_name(4)
-    assert json.loads((export / "model_index.json").read_text())["_class_name"] == "FluxKontextPipeline"
-    before = tmp_path / "before.png"
-    Image.new("RGB", (90, 70), (200, 30, 90)).save(before)
-    options = SampleOptions(steps=2, width=64, height=64, grid=False, references=(before,))
-    sample.run(export, [PromptRow("add a dog")], [0], tmp_path / "with", options)
-    sample.run(export, [PromptRow("add a dog")], [0], tmp_path / "without", replace(options, references=()))
-    images = [(tmp_path / name / "00000.png").read_bytes() for name in ("with", "without")]
-    assert images[0] != images[1]
 
 
 def test_new_writes_a_project_of_edits(tmp_path: Path, tiny_folder: TinyFolder) -> None:

@@ -17,10 +17,8 @@ from sd3_light.check import verb as check
 from sd3_light.cli import app
 from sd3_light.config import ConfigFaults, UserError, resolved_toml
 from sd3_light.core.registry import family_named, family_of
-from sd3_light.core.start import WeightsStart
 from sd3_light.export.open_pipeline import open_policy
 from sd3_light.families.base import StockFamily
-from sd3_light.families.stock.weights import StockSize
 from sd3_light.new import verb as new
 from sd3_light.system import Gpu
 from tests.families import TinyFolder
@@ -163,30 +161,6 @@ def test_a_negative_prompt_needs_a_denoiser_that_runs_twice(flux: Path, faults: 
     assert faults(flux, "", keys) == [("sampling.negative_prompt", problem)]
     set_json(flux / "transformer/config.json", guidance_embeds=False)
     assert faults(flux, "", keys) == []
-
-
-def test_flux_dev_costs_what_it_is_known_to(flux: Path) -> None:
-    """12 billion parameters, and 4 MiB per caption on the disk; no weight is read."""
-    dev = {"num_layers": 19, "num_single_layers": 38, "attention_head_dim": 128, "num_attention_heads": 24}
-    dev |= {"joint_attention_dim": 4096, "pooled_projection_dim": 768, "in_channels": 64, "guidance_embeds": True}
-    set_json(flux / "vae/config.json", latent_channels=16)
-    set_json(flux / "text_encoder/config.json", hidden_size=768)
-    set_json(flux / "text_encoder_2/config.json", d_model=4096)
-    (flux / "tokenizer_2/tokenizer_config.json").unlink()
-    family = family_named("flux")
-    from sd3_light.config import ModelConfig
-    from sd3_light.core.columns import Bucket
-
-    model = ModelConfig.model_validate({"diffusers_path": str(flux)}, context={"base": flux})
-    config = {**json.loads((flux / "transformer/config.json").read_text()), **dev, "axes_dims_rope": [16, 56, 56]}
-    cost = family.cost(WeightsStart("folder", flux, StockSize("Flux", config), ""), model)
-    assert cost.parameters == 11_901_408_320
-    assert cost.num_blocks == 57
-    tokens = cost.tokens(Bucket(1024, 1024))
-    assert (tokens.image, tokens.text) == (4096, 512)
-    assert cost.forward_flops(tokens) == pytest.approx(74e12, rel=0.1)
-    texts = [column for column in family.columns(model, flux, Bucket(1024, 1024)) if column.per_caption]
-    assert sum(column.nbytes for column in texts) == 512 * 4096 * 2 + 768 * 2
 
 
 # --- faults --------------------------------------------------------------------------------------

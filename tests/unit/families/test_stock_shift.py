@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler as Euler
-from safetensors.torch import save_file
 
 from sd3_light.config import ModelConfig, UserError
 from sd3_light.core.registry import family_named
-from sd3_light.export import lora
 from sd3_light.export.diffusers_folder import write_folder
 from sd3_light.export.export_spec import DYNAMIC
 from sd3_light.export.lora_merge import denoiser_state
@@ -147,14 +145,3 @@ def test_a_shift_by_resolution_of_a_constant_scheduler_is_only_for_training(tmp_
     )
     assert shift_of(drawn_with("sana", folder, flux_shift=True)) == 3.0
     assert stored(export("sana", folder, tmp_path / "out", flux_shift=True)) == stored(folder)
-
-
-def test_a_merged_folder_keeps_its_shift(tmp_path: Path) -> None:
-    folder = save_stock("sana", tmp_path / "model")
-    layer = "transformer_blocks.0.attn1.to_q"
-    width = denoiser_state(folder)[f"{layer}.weight"].shape
-    weights = {"lora_A": torch.ones(1, width[1]), "lora_B": torch.ones(width[0], 1)}
-    file = tmp_path / "lora.safetensors"
-    save_file({f"transformer.{layer}.{part}.weight": value for part, value in weights.items()}, file)
-    out = lora.merge(folder, [lora.Lora(file)], tmp_path / "merged")
-    assert stored(out) == stored(folder)

@@ -336,14 +336,6 @@ def test_bfloat16_weights_are_trained_in_float32(tmp_path: Path, capsys: pytest.
     assert "the trained weights of Own are stored in float32 and computed in bfloat16" in capsys.readouterr().err
 
 
-def test_a_validation_repeats_its_draws(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"eval_dataset": Images(3), "eval_steps": 1, "learning_rate": 1e-12}
-    run(tmp_path, **settings)
-    evals = [event for event in read_log(tmp_path / "log.jsonl") if event["event"] == "eval"]
-    assert len({event["flow"] for event in evals[1:]}) == 1
-    assert len({value for key, value in evals[0].items() if key.startswith("flow@")}) == 9
-
-
 @torch.no_grad()
 def test_a_validation_does_not_depend_on_the_epoch_of_its_samples() -> None:
     module = task_model(Own())

@@ -213,13 +213,6 @@ def test_an_interrupted_task_resumes_exactly(tmp_path: Path, adapter: bool) -> N
         run(tmp_path / "broken", model(), resume=True, **{**settings, "batch_size": 4})
 
 
-def test_mixed_sizes_are_not_batched_together(tmp_path: Path) -> None:
-    assert len(steps(run(tmp_path / "buckets", data=Images(8, mixed=True), batch_size=2))) == 4
-    data = Images(8, mixed=True)
-    with pytest.raises(UserError, match=r"'latents' of shapes .* name the samples of one shape with bucket_of"):
-        run(tmp_path / "none", data=data, batch_size=2, bucket_of=lambda index: 0)
-
-
 def test_drawn_frames_are_saved_as_a_video(tmp_path: Path) -> None:
     frames = [Image.new("RGB", (16, 16), (40 * number, 0, 0)) for number in range(5)]
     run(tmp_path, Toy(), draw=lambda model: frames, draw_steps=4, max_steps=4)
@@ -448,21 +441,6 @@ def test_padding_is_not_counted_in_validation() -> None:
         assert total == pytest.approx(each.sum().item())
         assert squares == pytest.approx(each.square().sum().item())
     assert count == 2
-
-
-def test_validation_has_its_own_noise_which_no_epoch_changes() -> None:
-    """Otherwise losses of different epochs cannot be compared, and validation repeats what training has seen."""
-    model = Toy()
-
-    def noise(quantile: float | None, epoch: int) -> torch.Tensor:
-        values: torch.Tensor = model.inputs(model.preparer().prepare_inputs(rows_of(sample(3, epoch)), quantile))[
-            "noise"
-        ]
-        return values
-
-    assert torch.equal(noise(0.5, 0), noise(0.5, 4))
-    assert not torch.equal(noise(0.5, 0), noise(None, 0))
-    assert not torch.equal(noise(None, 0), noise(None, 4))
 
 
 def test_what_a_killed_task_left_is_removed(tmp_path: Path) -> None:

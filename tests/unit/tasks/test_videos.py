@@ -26,10 +26,6 @@ def dataset(path: Path, frames: Any = 5, **keys: Any) -> VideoDataset:
     return VideoDataset(path, frames, **({"resolutions": [32], "num_workers": 0} | keys))
 
 
-def reasons(path: Path, **keys: Any) -> dict[str, str]:
-    return rejects(dataset(path, **keys).rejects)
-
-
 def prompts(clips: VideoDataset) -> list[str]:
     return [clips[index]["prompt"] for index in range(len(clips))]
 
@@ -125,14 +121,6 @@ def test_a_decoder_that_crashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     clips = dataset(tmp_path, num_workers=2)
     assert rejects(clips.rejects) == {"b.gif": "decoder_crashed"}
     assert len(clips) == 2
-
-
-def test_workers_do_not_change_the_result(tmp_path: Path) -> None:
-    for number in range(5):
-        write_files(tmp_path, {f"{number}.gif": LONG if number % 2 else SHORT, f"{number}.txt": str(number)})
-    one, many = (dataset(tmp_path, 20, num_workers=count) for count in (0, 3))
-    assert prompts(one) == prompts(many) == ["1", "3"]
-    assert one.rejects == many.rejects
 
 
 def test_buckets_by_aspect_ratio_and_several_resolutions(tmp_path: Path) -> None:

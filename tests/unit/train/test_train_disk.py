@@ -63,17 +63,6 @@ def test_a_run_that_fits_has_no_warning(project: Project, capfd: pytest.CaptureF
     assert disk_lines(capfd) == []
 
 
-def test_a_run_whose_first_save_fails_stops_with_one_line(
-    project: Project, fill_disk: Callable[[int], None], capfd: pytest.CaptureFixture[str]
-) -> None:
-    fill_disk(0)
-    assert run(project, "max_steps=1000000") == 2
-    (error,) = (line for line in capfd.readouterr().err.splitlines() if line.startswith("error: "))
-    assert error.endswith(
-        "No space left on device; no checkpoint was ever saved: free disk space or fix the disk, then start again"
-    )
-
-
 def test_a_run_that_may_continue_trains_to_the_end(
     project: Project, fill_disk: Callable[[int], None], capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,7 +24,6 @@ from sd3_light.evaluate.verb import validation_losses
 from sd3_light.export.chosen import best_export
 from sd3_light.journeys import cache_then_train
 from sd3_light.randomness import sample_id
-from sd3_light.train.verb import Resume
 from tests.project import Project, quick_caching
 
 DIVIDED = """
@@ -202,14 +201,6 @@ def test_the_split_can_be_turned_off(divided: Project) -> None:
     divided.build_cache()
     assert ids_of(divided, "validation") == held
     assert (divided.cache / "catalogue" / RECORD).is_file()
-
-
-def test_a_run_on_all_images_does_not_resume_on_a_part(project: Project) -> None:
-    """A run that was started on all images cannot resume on a part of them."""
-    project.train("max_steps=2", "checkpoint_every_n_steps=2")
-    project.data(DIVIDED)
-    with pytest.raises(UserError, match="--reset-dataloader"):
-        project.train("max_steps=4", resume=Resume())
 
 
 def test_sides_are_decided_once(divided: Project, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 import fcntl
 import io
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -19,8 +18,6 @@ from PIL import Image
 from sd3_light.checkpoint.lock import is_locked, locked_folder
 from sd3_light.config.faults import UserError
 from sd3_light.report import run_log
-from sd3_light.sample.grid import make_grid
-from sd3_light.sample.png import save_png
 from sd3_light.ui import folders as folders_module
 from sd3_light.ui.folders import Folders, folder_id
 from sd3_light.ui.playground import Playground
@@ -248,29 +245,6 @@ def test_samples_are_a_matrix_of_prompts_steps_and_runs(runs: Path) -> None:
     filtered = matrix_of(ParsedPage(samples_page(folders, ids[:1], "RED")))
     assert filtered["keys"] == [[PROMPTS[0], seed] for seed in SEEDS]
     assert filtered["layouts"] == [[0, 1, -1, -1]]
-
-
-def test_many_prompts_and_steps_are_an_index_without_images(tmp_path: Path) -> None:
-    """50 prompts, 100 steps and 5 runs: the page has no image, and less than 40 bytes per grid's image."""
-    prompts = [f"prompt {number}" for number in range(50)]
-    for name in "abcde":
-        folder = tmp_path / name
-        (folder / "samples").mkdir(parents=True)
-        grid = make_grid([Image.new("RGB", (8, 8))] * 50, prompts, columns=8, scale=1)
-        events = [{"event": "start", "step": 0, "total": 100, "time": 1.8e9}]
-        for step in range(1, 101):
-            file = f"samples/step-{step}.png"
-            facts = {"prompts": prompts, "seeds": [0], "cells": grid.info["cells"]}
-            if step == 1:
-                save_png(grid, folder / file, facts)
-            else:
-                os.link(folder / "samples/step-1.png", folder / file)
-            events.append({"event": "sample", "step": step, "weights": "ema", "file": file, "time": 1.8e9 + step})
-        (folder / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    page = samples_page(Folders([tmp_path]), [folder_id(tmp_path / name) for name in "abcde"])
-    assert sum(len(series["grids"]) for series in matrix_of(ParsedPage(page))["series"]) == 500
-    assert len([tag for tag, attributes in ParsedPage(page).elements if tag == "img" and "src" in attributes]) == 0
-    assert len(page) < 150_000
 
 
 def test_a_cell_is_the_image_of_its_prompt_and_seed(runs: Path) -> None:

@@ -171,15 +171,3 @@ def test_the_centre_is_that_of_the_stock_model() -> None:
     centre = torch.tensor([[(side - 2) // 2, (side - 3) // 2]] * 2)
     assert torch.equal(embed_patches(embed, noisy, centre), embed(noisy))
     assert torch.equal(embed_patches(embed, noisy), embed(noisy))
-
-
-def test_fast_blocks_crop_alike() -> None:
-    transformer, corners = model(), torch.tensor([[3, 0], [14, 9]], dtype=torch.int32)
-    stock = run_layers(build_layers(transformer), [*features(), corners])[0]
-    fast = FastDenoiser(transformer, torch.float32).with_text([*features(), corners], None, None)[0]
-    torch.testing.assert_close(fast, stock, rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(stock, run_stock(transformer, None, None), rtol=1e-3)
-    lengths = torch.tensor(LENGTHS)
-    real = run_layers(build_layers(transformer, real_text=True), [*features(), lengths, corners])[0]
-    packed = FastDenoiser(transformer, torch.float32).with_text([*features(), corners], LENGTHS, None)[0]
-    torch.testing.assert_close(packed, real, rtol=1e-4, atol=1e-5)

@@ -140,19 +140,6 @@ def test_real_tokens_are_contiguous_with_zeros_at_the_end() -> None:
     assert torch.equal(pooled, torch.cat([features["clip_l.pooled"], features["clip_g.pooled"]], dim=-1))
 
 
-def test_the_prompt_overwrites_all_of_the_allocated_memory() -> None:
-    """Reused memory holds old values."""
-    features, allocated = real_features([(2, 2, 1), (6, 6, 4), (2, 4, 3), (4, 2, 0)]), []
-
-    def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        allocated.append(torch.full(shape, float("nan"), dtype=dtype))
-        return allocated[0]
-
-    prompt = join_text(unpad_text(features), allocate)[0]
-    assert prompt is allocated[0]
-    assert torch.equal(prompt, join_text(unpad_text(features))[0])
-
-
 def test_unpad_text_returns_views() -> None:
     features = real_features([(2, 2, 1), (6, 6, 4)])
     texts = unpad_text(features)

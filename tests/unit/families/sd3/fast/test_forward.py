@@ -103,20 +103,6 @@ def test_rows_after_the_last_sample_change_no_result(monkeypatch: pytest.MonkeyP
     torch.testing.assert_close(gradients(transformer, patches), expected_grads)
 
 
-@pytest.mark.parametrize("lengths", [LENGTHS, [9, 9, 9], [1, 1, 1]], ids=["mixed", "full", "short"])
-def test_text_with_fillers_has_the_same_results(lengths: list[int]) -> None:
-    transformer = perturbed(CONFIGS["three-blocks"])
-    expected = FastDenoiser(transformer, torch.float32)(features(), lengths)
-    expected_grads = gradients(transformer, expected)
-    for keep in get_args(Keep):
-        fixed = fill_rows(torch.tensor(lengths), 9)
-        assert fixed.rows % 9 == 0
-        patches = FastDenoiser(transformer, torch.float32, BlockOptions(keep=keep))(features(), fixed)
-        torch.testing.assert_close(patches, expected, rtol=1e-5, atol=1e-5)
-        for name, gradient in gradients(transformer, patches).items():
-            torch.testing.assert_close(gradient, expected_grads[name], rtol=1e-4, atol=1e-4, msg=name)
-
-
 def test_fillers_round_the_rows_up() -> None:
     """Few numbers of rows recur, whatever the lengths are."""
     generator = torch.Generator().manual_seed(0)
