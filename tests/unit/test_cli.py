@@ -618,12 +618,6 @@ def test_the_rank_of_a_launcher_is_used(
 # --- read-only verbs -----------------------------------------------------------------------------
 
 
-def test_check_describes_a_run(verb: Command, raw_project: Project) -> None:
-    result = verb("check", raw_project.train_toml)
-    assert result.code == 0, result.err
-    assert "tiny2" in result.out
-
-
 def test_check_prints_numbers_for_programs(verb: Command, raw_project: Project) -> None:
     result = verb("check", raw_project.train_toml, "--json")
     assert result.code == 0, result.err

@@ -32,20 +32,14 @@ def test_help_imports_no_large_library(arguments: tuple[str, ...]) -> None:
     assert imported(*arguments) == []
 
 
-def test_check_reads_a_project_without_torch(raw_project: Project) -> None:
-    assert imported("check", raw_project.train_toml) == ["pyarrow"]
-
-
-def test_new_plans_a_project_without_torch(raw_project: Project, tmp_path: Path) -> None:
-    arguments = ("new", "icons", "--data", raw_project.images, "--model", raw_project.model, "--out", tmp_path)
-    assert imported(*arguments, "--gpu-memory", 24) == ["pyarrow"]
-
-
-def test_inspect_reads_a_cache_without_torch(cached_project: Project) -> None:
-    assert imported("inspect", cached_project.cache) == ["pyarrow"]
-
-
-def test_report_reads_a_run_without_torch(tmp_path: Path) -> None:
+def test_commands_without_torch(cached_project: Project, tmp_path: Path) -> None:
+    new = ("new", "icons", "--data", cached_project.images, "--model", cached_project.model, "--out", tmp_path / "new")
+    for command in (
+        ("check", cached_project.train_toml),
+        (*new, "--gpu-memory", 24),
+        ("inspect", cached_project.cache),
+    ):
+        assert imported(*command) == ["pyarrow"], command[0]
     (tmp_path / "log.jsonl").write_text('{"event": "start", "time": 1.0, "step": 0, "samples": 0}\n', encoding="utf-8")
     assert imported("report", tmp_path, "--out", tmp_path / "page.html") == []
 

@@ -88,16 +88,24 @@ def test_training_that_fails_interrupts_the_block(loaded: Any, script: Any) -> N
     )
 
 
-def test_the_last_line_of_a_long_console_is_shown(loaded: Any, script: Any) -> None:
-    script("truncate -s 100M run/console.txt; (echo; echo 'error: the disk is full') >> run/console.txt; exit 2")
-    with pytest.raises(UserError, match="exit code 2: the disk is full"):
-        finish_deaf(loaded)
+LONG = "truncate -s 100M run/console.txt; (echo; echo 'error: the disk is full') >> run/console.txt; exit 2"
 
 
-def test_a_failure_that_the_block_does_not_notice_is_raised_at_the_end(loaded: Any, script: Any) -> None:
-    script("kill -9 $$")
-    with pytest.raises(UserError, match="exit code -9: it printed nothing"):
+@pytest.mark.parametrize(
+    ("body", "kind", "message"),
+    [
+        (LONG, UserError, "exit code 2: the disk is full"),
+        ("kill -9 $$", UserError, "exit code -9: it printed nothing"),
+        ("echo 'continue with: COMMAND'; exit 75", Stopped, "pretrain was stopped"),
+    ],
+)
+def test_an_end_that_the_block_does_not_notice_is_raised_after_it(
+    loaded: Any, script: Any, capsys: Any, body: str, kind: Any, message: str
+) -> None:
+    script(body)
+    with pytest.raises(kind, match=message):
         finish_deaf(loaded)
+    assert ("pretrain: continue with: COMMAND" in capsys.readouterr().err) == (kind is Stopped)
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, Stopped])
@@ -142,13 +150,6 @@ def test_training_that_is_stopped_interrupts_the_block(loaded: Any, script: Any,
     script(TRAINING)
     with pytest.raises(KeyboardInterrupt), train_beside(loaded, [], "pretrain"):
         time.sleep(HANG_SECONDS if os.kill(training_pid(), signal.SIGTERM) is None else 0)
-    assert "pretrain: continue with: COMMAND" in capsys.readouterr().err
-
-
-def test_training_that_is_stopped_ends_a_block_that_does_not_notice(loaded: Any, script: Any, capsys: Any) -> None:
-    script("echo 'continue with: COMMAND'; exit 75")
-    with pytest.raises(Stopped, match="pretrain was stopped"):
-        finish_deaf(loaded)
     assert "pretrain: continue with: COMMAND" in capsys.readouterr().err
 
 

@@ -325,6 +325,7 @@ def test_cached_texts_are_those_of_the_encoder(project: Project) -> None:
     [
         (EDIT, "", "", r"references: Qwen-Image-Edit sees 1 image\(s\) beside the text, and this names 0"),
         (EDIT, 'references = ["images", "images"]', "", "this names 2"),
+        (KONTEXT, 'references = ["nowhere"]', "", "nowhere"),
         (PLUS, "", "", "model.references: Qwen-Image-Edit Plus edits images, and must know how many it sees"),
         (PLUS, 'references = ["images"]', "references = 2\n", "sees 2 .* and this names 1"),
         ("qwen_image", 'references = ["images"]', "", "Qwen-Image sees no image beside the text"),

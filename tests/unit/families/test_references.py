@@ -271,21 +271,6 @@ def test_an_image_without_a_reference_is_a_reject(project: Project) -> None:
     assert set(stored(project, "moments")) == {str(number) for number in range(caches.COUNT)} - {"2", "7"}
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        (NAME, "", r"references: Flux Kontext sees 1 image\(s\) beside the text, and this names 0"),
-        (NAME, 'references = ["images", "images"]', "this names 2"),
-        ("flux", 'references = ["images"]', "Flux sees no image beside the text"),
-        (NAME, 'references = ["nowhere"]', "nowhere"),
-    ],
-)
-def test_a_family_sees_its_number_of_references(tmp_path: Path, name: str, text: str, message: str) -> None:
-    project = caches.write_project(tmp_path, name, extra=text)
-    with pytest.raises(ConfigFaults, match=message):
-        check.load(project.train_toml)
-
-
 # --- batches and training ------------------------------------------------------------------------
 
 

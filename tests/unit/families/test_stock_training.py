@@ -112,12 +112,6 @@ def test_a_block_is_aligned_with_cached_features(project: Project, tables: str) 
     assert terms[3] == 0
 
 
-def test_a_cache_in_memory_trains_alike(project: Project) -> None:
-    streamed = tensors(run(project, "stream", 'cache_residence="stream"') / checkpoint_name(4))
-    resident = tensors(run(project, "host", 'cache_residence="host"') / checkpoint_name(4))
-    assert same(streamed, resident)
-
-
 def test_a_divided_cache_trains_on_one_side_and_evaluates_the_other(project: Project) -> None:
     loaded = project.load()
     folder = Path(loaded.dataset.cache_dir)

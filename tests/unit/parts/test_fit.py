@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -96,13 +97,6 @@ def test_other_options_are_refused(tmp_path: Path) -> None:
         start(tmp_path, name="b")
     with pytest.raises(UserError, match=r"lr = 0\.05"):
         start(tmp_path, lr=0.1)
-
-
-def test_the_rate_warms_up_and_decays_over_the_last_fifth(tmp_path: Path) -> None:
-    run = start(tmp_path, steps=100, lr=1.0, warmup=4)
-    assert [run.rate(step) for step in (0, 1, 3, 4, 50, 79)] == [0.25, 0.5, 1.0, 1.0, 1.0, 1.0]
-    assert run.rate(90) == pytest.approx(0.5)
-    assert 0 < run.rate(99) < 0.1
 
 
 def test_time_decides_the_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,16 +193,20 @@ def test_a_plateau_is_three_evaluations_without_gain(tmp_path: Path, scores: lis
     assert run.progress.end == end
 
 
-def test_a_training_with_few_steps_warms_up_for_a_tenth(tmp_path: Path) -> None:
-    run = start(tmp_path, steps=30, lr=1.0, warmup=200)
-    assert [run.rate(step) for step in (0, 1, 2, 3)] == pytest.approx([1 / 3, 2 / 3, 1, 1])
-    endless = start(tmp_path, steps=None, lr=1.0, warmup=200)
-    assert [endless.rate(step) for step in (0, 99, 199, 10**6)] == pytest.approx([1 / 200, 1 / 2, 1, 1])
-
-
-def test_the_decay_is_a_fifth_rounded_to_steps(tmp_path: Path) -> None:
-    run = start(tmp_path, steps=14, lr=1.0, warmup=0)
-    assert [run.rate(step) for step in range(10, 14)] == pytest.approx([1, 1, 2 / 3, 1 / 3])
+@pytest.mark.parametrize(
+    ("total", "warmup", "rates"),
+    [
+        (100, 4, {0: 0.25, 1: 0.5, 3: 1, 4: 1, 50: 1, 79: 1, 90: 0.5}),
+        (30, 200, {0: 1 / 3, 1: 2 / 3, 2: 1, 3: 1}),  # a tenth of few steps
+        (None, 200, {0: 1 / 200, 99: 1 / 2, 199: 1, 10**6: 1}),
+        (14, 0, {10: 1, 11: 1, 12: 2 / 3, 13: 1 / 3}),  # a fifth, rounded to steps
+    ],
+)
+def test_the_rate_warms_up_and_decays_over_the_last_fifth(
+    tmp_path: Path, total: Any, warmup: int, rates: dict[int, float]
+) -> None:
+    run = start(tmp_path, steps=total, lr=1.0, warmup=warmup)
+    assert {step: run.rate(step) for step in rates} == pytest.approx(rates)
 
 
 def test_minutes_count_over_all_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from sd3_light.config.faults import UserError
 from sd3_light.families.sd3.sample_texts import TextPolicy
 from sd3_light.sample.generate import ImageRequest, generate
-from sd3_light.sample.precision import check_dtype, compute_in
+from sd3_light.sample.precision import compute_in
 
 REQUESTS = [ImageRequest("a red star", 3, 48, 32), ImageRequest("two blue squares", 4, 48, 32)]
 
@@ -46,9 +45,3 @@ def test_float32_changes_nothing(pipe: Any) -> None:
     compute_in(pipe, torch.float32)
     assert not pipe.transformer._forward_hooks
     assert not pipe.transformer._forward_pre_hooks
-
-
-def test_an_unknown_type_lists_the_choices() -> None:
-    assert check_dtype("bfloat16") == torch.bfloat16
-    with pytest.raises(UserError, match="--dtype half: unknown dtype; choose one of float32, bfloat16"):
-        check_dtype("half")

@@ -58,12 +58,6 @@ def test_a_shape_takes_its_widths_from_the_encoders(tmp_path: Path) -> None:
     assert named_size(small.transformer_config(), tmp_path) == replace(small, position_step=small.stock_position_step)
 
 
-def test_a_shape_needs_the_configs_of_the_encoders(tmp_path: Path) -> None:
-    shape = {"num_layers": 3, "num_heads": 2}
-    with pytest.raises(UserError, match=r"text_encoder/config\.json cannot be read"):
-        starting_weights(table(tmp_path, train_type="sd3_light_pretrain", shape=shape))
-
-
 def test_fine_tuning_starts_from_the_folders_denoiser(tmp_path: Path) -> None:
     denoiser(tmp_path / "transformer")
     start = starting_weights(table(tmp_path))
@@ -88,11 +82,6 @@ def test_init_names_a_denoiser_or_the_folder_around_it(tmp_path: Path, inner: st
     assert start.folder == folder
 
 
-def test_a_pipeline_folder_without_denoiser_is_a_user_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"transformer/config\.json cannot be read"):
-        starting_weights(table(tmp_path))
-
-
 @pytest.mark.parametrize(
     ("other", "message"),
     [
@@ -110,19 +99,26 @@ def test_another_models_folder_is_a_user_error(tmp_path: Path, other: dict[str, 
         starting_weights(table(tmp_path))
 
 
-def test_a_damaged_config_is_a_user_error(tmp_path: Path) -> None:
-    config = denoiser(tmp_path / "transformer") / "config.json"
-    config.write_text("{")
-    with pytest.raises(UserError, match=r"cannot be read .*download or write"):
-        starting_weights(table(tmp_path))
-    config.write_text('{"num_layers": 3}')
-    with pytest.raises(UserError, match="lacks 'num_attention_heads'"):
-        starting_weights(table(tmp_path))
+SHAPE = {"train_type": "sd3_light_pretrain", "shape": {"num_layers": 3, "num_heads": 2}}
 
 
-def test_random_without_size_or_train_type_is_a_user_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"model\.size"):
-        starting_weights(table(tmp_path, init="random"))
+@pytest.mark.parametrize(
+    ("config", "keys", "message"),
+    [
+        (None, {}, r"transformer/config\.json cannot be read"),
+        (None, SHAPE, r"text_encoder/config\.json cannot be read"),
+        (None, {"init": "random"}, r"model\.size"),
+        ("{", {}, r"cannot be read .*download or write"),
+        ('{"num_layers": 3}', {}, "lacks 'num_attention_heads'"),
+    ],
+)
+def test_missing_and_damaged_configs_are_user_errors(
+    tmp_path: Path, config: str | None, keys: dict[str, Any], message: str
+) -> None:
+    if config is not None:
+        (denoiser(tmp_path / "transformer") / "config.json").write_text(config)
+    with pytest.raises(UserError, match=message):
+        starting_weights(table(tmp_path, **keys))
 
 
 def test_sizes_differ_only_in_fields_that_change_weights() -> None:
