@@ -1,6 +1,5 @@
 """Law 1: a stream is a pure function of its arguments, and depends on each of them."""
 
-import math
 from statistics import NormalDist
 
 import numpy as np
@@ -160,21 +159,3 @@ def test_the_sum_of_two_entries_is_normal() -> None:
 @pytest.mark.parametrize("count", [1, 2, 7, 64])
 def test_shorter_draws_are_the_beginning_of_longer_ones(count: int) -> None:
     assert np.array_equal(drawn_normals(ARGUMENTS, count), drawn_normals(ARGUMENTS, 64)[:count])
-
-
-@pytest.mark.slow
-def test_table_normals_are_distributed_as_numpys() -> None:
-    """Moments, and the Kolmogorov-Smirnov distance of 2**22 draws: exact for each and between both, at 1%."""
-    count = 1 << 22
-    ours = np.sort(np.concatenate([drawn_normals((0, "noise", 0, 0, sample), 1 << 14) for sample in range(256)]))
-    theirs = np.sort(stream(0, "noise", 0, 0, 0).standard_normal(count, dtype=np.float32))
-    for values in (ours, theirs):
-        moments = [float((values.astype(np.float64) ** power).mean()) for power in (1, 2, 3, 4)]
-        errors = [1, math.sqrt(2), math.sqrt(15), math.sqrt(96)]  # standard deviations of x, x^2, x^3, x^4
-        for moment, expected, error in zip(moments, (0, 1, 0, 3), errors, strict=True):
-            assert abs(moment - expected) < 4 * error / math.sqrt(count)
-        quantiles = torch.special.ndtr(torch.from_numpy(values).double()).numpy()
-        assert np.abs(quantiles - (np.arange(count) + 0.5) / count).max() < 1.63 / math.sqrt(count)
-    both = np.concatenate([ours, theirs])
-    gap = np.searchsorted(ours, both, side="right") - np.searchsorted(theirs, both, side="right")
-    assert np.abs(gap).max() / count < 1.63 * math.sqrt(2 / count)

@@ -63,18 +63,6 @@ def test_the_exit_code_and_the_traceback_arrive(script: Path) -> None:
     assert done.stderr.endswith("ValueError: wrong\n")
 
 
-def test_a_process_ends_as_usual(script: Path) -> None:
-    """It waits for its threads, runs what is registered for its end, and prints the text of `sys.exit`."""
-    script.write_text(
-        "import atexit, sys, threading, time\natexit.register(print, 'registered')\n"
-        "threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()\n"
-        "print('end')\nif sys.argv[1:]: sys.exit(sys.argv[1])"
-    )
-    assert run(script).stdout == "end\nthread\nregistered\n"
-    done = run(script, "text")
-    assert (done.returncode, done.stdout, done.stderr) == (1, "end\nthread\nregistered\n", "text\n")
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
 def test_signals_and_death_are_passed_on(script: Path, number: signal.Signals) -> None:
     script.write_text(

@@ -8,7 +8,6 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from sd3_light.config import ModelConfig, UserError
@@ -16,11 +15,9 @@ from sd3_light.core.batch import Batch
 from sd3_light.core.columns import Bucket
 from sd3_light.core.registry import family_named, family_of_folder
 from sd3_light.core.sampling import ImageRequest
-from sd3_light.export.lycoris_file import read_lycoris, write_lycoris
 from sd3_light.export.wan_names import wan_to_comfyui
 from sd3_light.families.base import StockFamily
 from sd3_light.families.stock.inputs import StockInputs
-from sd3_light.model.adapter_layers import LycorisModule
 from sd3_light.sample.generate import frames_of, generate
 from sd3_light.sample.loop import draw_latents, starting_noise
 from tests.stock import model_table, save_stock
@@ -146,15 +143,6 @@ def test_the_names_of_a_lora(family: StockFamily) -> None:
                 layers = names.find_layers(spelled)
                 assert layers is not None
                 assert layers.names == (name,)
-
-
-def test_a_lokr_has_the_names_of_comfyui(family: StockFamily, tmp_path: Path) -> None:
-    factors = {"lokr_w1": torch.randn(2, 2), "lokr_w2": torch.randn(12, 12)}
-    modules = {"blocks.0.attn1.to_out.0": LycorisModule(factors, 1.0)}
-    names = family.files.adapters
-    path = write_lycoris(tmp_path / "lokr.safetensors", modules, names=names)
-    assert "diffusion_model.blocks.0.self_attn.o.lokr_w1" in load_file(path)
-    assert read_lycoris(path, names=names).modules.keys() == modules.keys()
 
 
 @pytest.mark.parametrize(

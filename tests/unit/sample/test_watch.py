@@ -208,14 +208,6 @@ def test_shift_and_sampler_of_a_loaded_model_change_as_if_it_were_loaded_with_th
     assert read_png_facts(tmp_path / "fresh0" / "00000.png")["shift"] == 5.0
 
 
-@pytest.mark.parametrize("family", sorted(DRAWING))
-def test_every_family_takes_a_shift(family: str, tmp_path: Path) -> None:
-    folder = save_stock(family, tmp_path / "model")
-    model = open_model(folder, SampleOptions(steps=3), Launch())
-    images = [drawn(model.adjusted(SampleOptions(steps=3, shift=shift)), tmp_path / str(shift)) for shift in (1.5, 6.0)]
-    assert images[0] != images[1]
-
-
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     """`sd3-light sample`; returns what it prints to stderr."""

@@ -100,12 +100,6 @@ def test_a_teacher_adds_a_column_that_its_bytes_alone_decide(raw_project: Projec
     assert {name for name in first if first[name] != other[name]} == {TEACHER}
 
 
-def test_every_encoded_folder_decides_a_column(raw_project: Project) -> None:
-    columns = declared(raw_project, Bucket(64, 64))
-    assert {part for column in columns.values() for part in column.parts} == set(SD3.encoding.folders)
-    assert columns["clip_g"].parts == ("text_encoder_2", "tokenizer_2", "tokenizer"), "the length is the first CLIP's"
-
-
 @pytest.mark.parametrize("text_tokens", ["padded", "real"])
 def test_a_prepared_batch_has_the_prepared_columns(fresh_project: Project, text_tokens: str) -> None:
     keys = (f'model.text_tokens="{text_tokens}"',)
