@@ -24,10 +24,10 @@ from sd3_light.core.start import WeightsStart
 from sd3_light.engines import Launch
 from sd3_light.engines.blocks import choose_blocks, require_blocks
 from sd3_light.engines.processes import ProcessGroups
-from tests.unit.families.test_counted_cost import CountedTiny
+from tests.unit.families.test_counted_cost import DUAL, CountedSD3
 
 CPU = torch.device("cpu")
-COST = CountedTiny("flux")
+COST = CountedSD3(DUAL, "Flux")
 
 
 class Checks(ModelChecks):

@@ -22,10 +22,10 @@ class CountedSD3(CountedCost):
 
     text = TextTokens(96, True, "96, padded")
 
-    def __init__(self, size: ModelSize) -> None:
+    def __init__(self, size: ModelSize, name: str = "SD3") -> None:
         self.size = size
         with torch.device("meta"):
-            super().__init__(diffusers.SD3Transformer2DModel(**size.transformer_config()), "SD3")
+            super().__init__(diffusers.SD3Transformer2DModel(**size.transformer_config()), name)
 
     def image_tokens(self, width: int, height: int) -> int:
         return (width // 16) * (height // 16)
