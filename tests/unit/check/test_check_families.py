@@ -105,7 +105,7 @@ def test_another_family_is_checked(flux: None, files: Any) -> None:
     console = Console(width=240, file=io.StringIO())
     console.print(render(estimate))
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    for words in ("Flux: 4 blocks, width 32", "that the denoiser was distilled with", "96, padded"):
+    for words in ("Flux: 4 blocks, width 128", "that the denoiser was distilled with", "96, padded"):
         assert words in text
     assert "because Flux has no fast blocks" in text
 
