@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 HANG_SECONDS = 240.0
@@ -17,3 +18,11 @@ def wait_until(check: Callable[[], T | None], message: Callable[[], object] = la
         assert time.monotonic() < deadline, f"timed out: {message()}"
         time.sleep(pause)
     return result
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists that is not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

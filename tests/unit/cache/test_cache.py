@@ -1,7 +1,6 @@
 """The cache stage: reproducible bytes, only missing or stale samples encoded, bad inputs rejected."""
 
 import json
-import os
 import re
 import shutil
 from collections import Counter
@@ -40,7 +39,6 @@ from sd3_light.report.inspect import verb as inspect
 from sd3_light.report.inspect.cache_page import write_cache_page
 from sd3_light.sources import catalogue
 from sd3_light.sources.claims import Claims
-from sd3_light.world import write_dataset
 from tests.cases import combinations
 from tests.project import Project, with_nan
 
@@ -218,11 +216,6 @@ def change_image(project: Project) -> None:
     Image.new("RGB", image.size, "white").save(project.images / "000007.png")
 
 
-def touch_all(project: Project) -> None:
-    for path in project.images.iterdir():
-        os.utime(path, ns=(1, 1))
-
-
 @pytest.mark.parametrize(
     ("change", "cause"),
     [(change_caption, "the caption changed"), (change_image, "the image or its mask changed")],
@@ -235,37 +228,6 @@ def test_a_changed_sample_re_encodes_only_its_shard(project: Project, change: An
     assert (state.missing, state.fresh + state.stale) == (0, NUM_IMAGES)
     assert {old, shard_of_new := (rebuild_and_diff(project) - {old}).pop()} == {old, shard_of(project, "000007.png")}
     assert old != shard_of_new
-
-
-def test_new_modification_times_change_nothing(project: Project, no_encoding: None) -> None:
-    touch_all(project)
-    assert rebuild_and_diff(project) == set()
-
-
-def test_an_inserted_directory_does_not_change_the_others(project: Project) -> None:
-    add_image(project, "more")
-    before = set(shard_files(project))
-    project.data(
-        project.data_toml.read_text().replace("[[directory]]", '[[directory]]\npath = "more"\n\n[[directory]]', 1)
-    )
-    (report,) = project.build_cache()
-    assert report.encoded == 1
-    assert before < set(shard_files(project))
-
-
-@pytest.mark.parametrize(("change", "most"), [("add", 3), ("remove", 3)])
-def test_an_added_or_removed_image_changes_few_shards(project: Project, change: str, most: int) -> None:
-    captions = captions_of(project)
-    if change == "add":
-        shutil.copy(project.images / "000020.png", project.images / "000019x.png")
-        captions["000019x.png"] = captions["000020.png"]
-    else:
-        (project.images / "000020.png").unlink()
-        del captions["000020.png"]
-    (project.images / "captions.json").write_text(json.dumps(captions), encoding="utf-8")
-    before = len(shard_files(project))
-    changed = rebuild_and_diff(project)
-    assert 1 <= len(changed) <= 2 * most < before
 
 
 @pytest.mark.parametrize(
@@ -694,14 +656,6 @@ def test_repeats_tags_and_prefix_are_applied(fresh_project: Project) -> None:
     assert min(occurrences.values()) >= 2
     texts = {t5.view(torch.uint8).numpy().tobytes() for batch in batches for t5 in batch["t5"]}
     assert len(texts) > 4, "samples appear with several of their shuffles"
-
-
-def test_evaluation_sets_have_separate_caches(fresh_project: Project) -> None:
-    write_dataset(fresh_project.folder / "held_out", 4, seed=2, held_out=True)
-    (fresh_project.folder / "eval.toml").write_text('resolutions = [64]\n[[directory]]\npath = "held_out"\n')
-    reports = fresh_project.build_cache('eval_datasets=["eval.toml"]')
-    assert [report.folder.name for report in reports] == ["cache", "cache-eval-eval"]
-    assert [report.counts["used"] for report in reports] == [40, 4]
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from sd3_light.files import file_sha256
 from sd3_light.sources.claims import Claims
 from tests.cases import combinations
 from tests.project import Project, quick_caching
-from tests.waiting import HANG_SECONDS, wait_until
+from tests.waiting import HANG_SECONDS, is_running, wait_until
 
 WORKERS = "caching_num_workers=2"
 
@@ -124,7 +124,7 @@ def test_worker_processes_exit_with_a_killed_builder(fresh_project: Project) -> 
     children = wait_until(lambda: _children(process.pid))
     os.kill(process.pid, signal.SIGKILL)
     process.join()
-    wait_until(lambda: not any(map(_is_running, children)), lambda: "orphaned workers are left")
+    wait_until(lambda: not any(map(is_running, children)), lambda: "orphaned workers are left")
 
 
 def _children(pid: int) -> list[int]:
@@ -132,13 +132,6 @@ def _children(pid: int) -> list[int]:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except FileNotFoundError:
         return []
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_a_full_disk_is_reported_in_one_line_and_leaves_a_valid_cache(

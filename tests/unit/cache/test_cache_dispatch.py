@@ -88,21 +88,6 @@ def test_only_the_poison_units_fail(count: int) -> None:
     assert workers.tries[3] == workers.tries[17] == 1 + TRIES
 
 
-def test_units_of_a_lost_worker_are_repeated() -> None:
-    workers = FakeWorkers(2)
-    waits = iter(range(100))
-
-    def lose_one() -> None:
-        if next(waits) == 4:
-            workers.lose(1)
-            workers.names.remove(1)
-
-    workers.on_wait = lose_one
-    assert dispatch(UNITS, workers) == {}
-    assert sorted(workers.built) == list(range(30))
-    assert sum(workers.tries.values()) <= 30 + DEPTH
-
-
 @pytest.mark.parametrize(("count", "lost"), [(8, 8), (32, 24), (32, 32)])
 def test_many_workers_may_be_lost_at_once(count: int, lost: int) -> None:
     workers = FakeWorkers(count)

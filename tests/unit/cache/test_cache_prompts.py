@@ -17,6 +17,7 @@ from sd3_light.data.prompt_features import PROMPTS_FOLDER, prompt_file, read_pro
 from sd3_light.engines import Launch
 from sd3_light.families.sd3.encoders import FrozenParts
 from sd3_light.train import verb as train
+from sd3_light.world import write_dataset
 from tests.cases import combinations
 from tests.project import Project
 
@@ -168,9 +169,12 @@ def test_waiting_times_out(project: Project) -> None:
         stage_prompts.wait_for_prompts(project.cache, PROMPTS, recipe(project), timeout=0)
 
 
-def test_evaluation_sets_have_no_prompts(project: Project) -> None:
-    (project.folder / "eval.toml").write_text('resolutions = [64]\n[[directory]]\npath = "images"\n')
+def test_evaluation_sets_have_separate_caches_without_prompts(project: Project) -> None:
+    write_dataset(project.folder / "held_out", 4, seed=2, held_out=True)
+    (project.folder / "eval.toml").write_text('resolutions = [64]\n[[directory]]\npath = "held_out"\n')
     reports = project.build_cache(*sampling(*PROMPTS), 'eval_datasets=["eval.toml"]')
+    assert [report.folder.name for report in reports] == ["cache", "cache-eval-eval"]
+    assert [report.counts["used"] for report in reports] == [40, 4]
     assert [(report.folder / PROMPTS_FOLDER).exists() for report in reports] == [True, False]
 
 

@@ -11,7 +11,7 @@ from sd3_light.data.shards import Origin, ShardContent, write_shard
 from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import CachedDataset
 from tests.shards import sd3_content
-from tests.unit.sources.conftest import cache, images  # noqa: F401 - fixtures
+from tests.unit.sources.conftest import cache, images, small_parts  # noqa: F401 - fixtures
 
 WIDTHS = {"clip_l": 4, "clip_g": 6, "t5": 12}
 PADDED = {"clip_l": 3, "clip_g": 3, "t5": 2}

@@ -16,8 +16,6 @@ from sd3_light.config import DirectoryConfig
 from sd3_light.data import cache_plan as module
 from sd3_light.data.cache_plan import CachePlan
 from sd3_light.randomness import sample_id
-from sd3_light.sources import catalogue as catalogue_module
-from sd3_light.sources import claims as claims_module
 from sd3_light.sources.buckets import assign_all, buckets_by_resolution
 from sd3_light.sources.catalogue import InputRow, chunks, make_sources
 from tests.unit.sources.catalogues import (
@@ -31,14 +29,9 @@ from tests.unit.sources.catalogues import (
 )
 from tests.unit.sources.inputs import scan_all
 
+pytestmark = pytest.mark.usefixtures("small_parts")
+
 SIZES = [(64, 64), (96, 48), (48, 96), (70, 60)]
-
-
-@pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small parts, so that thirty rows fill several."""
-    monkeypatch.setattr(catalogue_module, "PART_ROWS", 16)
-    monkeypatch.setattr(claims_module, "POLL_SECONDS", 0.01)
 
 
 # --- contents of units ---------------------------------------------------------------------------
@@ -136,17 +129,6 @@ def test_crops_and_enlargements_are_counted(cache: Path, tmp_path: Path) -> None
     assert (counts.images, counts.cropped, counts.enlarged) == (3, 1, 1)
 
 
-def test_captions_include_shuffles_and_prefix(images: Path, cache: Path) -> None:
-    plan = plan_for(cache, [directory(images, shuffle_tags=True, cache_shuffle_num=3, caption_prefix="photo of ")])
-    members = [member for unit in plan.units for member in plan.members(unit)]
-    for member in members:
-        assert len(member.captions) == 3
-        assert all(caption.startswith("photo of ") for caption in member.captions)
-        tags = [sorted(caption.removeprefix("photo of ").split(", ")) for caption in member.captions]
-        assert tags == [["a", "b", "c"]] * 3
-    assert len({member.captions for member in members}) > 3, "samples have different shuffles"
-
-
 # --- changes that rename units -------------------------------------------------------------------
 
 
@@ -166,22 +148,6 @@ def test_a_changed_sample_renames_only_its_unit(images: Path, cache: Path, tmp_p
     old, new = unit_of(before, "15.png"), unit_of(after, "15.png")
     assert old != new
     assert [new if file == old else file for file in unit_files(before)] == unit_files(after)
-
-
-def test_a_renamed_sample_is_a_new_sample(images: Path, cache: Path) -> None:
-    before = plan_for(cache, images)
-    for suffix in (".png", ".txt"):
-        (images / f"15{suffix}").rename(images / f"15b{suffix}")
-    after = plan_for(cache, images)
-    assert unit_of(before, "15.png") not in unit_files(after)
-    assert len(set(unit_files(before)) - set(unit_files(after))) <= 3
-
-
-def test_appended_samples_leave_earlier_units_unchanged(images: Path, cache: Path) -> None:
-    before = unit_files(plan_for(cache, images))
-    for number in range(3):
-        write_image(images / f"z{number}.png", 100 + number)
-    assert unit_files(plan_for(cache, images))[: len(before) - 1] == before[:-1]
 
 
 CHANGES = {

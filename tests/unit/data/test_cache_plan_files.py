@@ -19,20 +19,14 @@ from sd3_light.config.faults import UserError
 from sd3_light.data import cache_plan as module
 from sd3_light.data.cache_plan import make_cache_plan
 from sd3_light.sources import catalogue as catalogue_module
-from sd3_light.sources import claims as claims_module
 from sd3_light.sources.catalogue import Catalogue, InputRow, Listing, make_sources
 from sd3_light.sources.claims import Claims
 from tests.unit.sources.catalogues import RECIPE, directory, plan_for, sample_names, unit_files, write_image
 from tests.waiting import HANG_SECONDS
 
+pytestmark = pytest.mark.usefixtures("small_parts")
+
 FORK = multiprocessing.get_context("fork")
-
-
-@pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small parts, so that thirty rows fill several."""
-    monkeypatch.setattr(catalogue_module, "PART_ROWS", 16)
-    monkeypatch.setattr(claims_module, "POLL_SECONDS", 0.01)
 
 
 def test_an_unchanged_plan_is_reused(images: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,15 +50,6 @@ def flat(steps: list[list[Any]]) -> list[torch.Tensor]:
     return [tensor for step in steps for features, label in step for tensor in (*features, label[0])]
 
 
-def test_batches_do_not_depend_on_the_number_of_workers(make_cache: MakeCache) -> None:
-    data = make_cache(captions=2, variants=2)
-    alone = flat(all_steps(loader_of(data)))
-    assert len(alone) == 24
-    for workers in (1, 4):
-        helped = flat(all_steps(loader_of(data, num_dataloader_workers=workers)))
-        assert all(torch.equal(a, b) for a, b in zip(alone, helped, strict=True)), workers
-
-
 def prepare_plain_into(batch: dict[str, Any], empty: Callable[..., torch.Tensor]) -> Any:
     """Return the result of `Plain` with one tensor in allocated memory."""
     features, label = Plain().prepare_inputs(batch)
@@ -73,28 +64,17 @@ class Never:
         raise AssertionError("a worker has memory to lay it into")
 
 
-def in_place(data: CachedDataset, model: Any, workers: int) -> PipelineDataLoader:
-    batches = MicroBatches(data, data.order(0, ONCE, lambda resolution: 4), 0, 1, 1)
-    keys: dict[str, Any] = {"num_dataloader_workers": workers, "items": range(6), "prepare_into": prepare_plain_into}
-    return PipelineDataLoader(batches, object(), 1, model, **keys)
-
-
 def test_tensors_prepared_in_a_slot_arrive(make_cache: MakeCache) -> None:
     data = make_cache(captions=2)
     plain, count = all_steps(loader_of(data)), 0
-    for wanted, step in zip(plain, in_place(data, Never(), 2).steps(), strict=True):
+    batches = MicroBatches(data, data.order(0, ONCE, lambda resolution: 4), 0, 1, 1)
+    laid = PipelineDataLoader(
+        batches, object(), 1, Never(), num_dataloader_workers=2, items=range(6), prepare_into=prepare_plain_into
+    )
+    for wanted, step in zip(plain, laid.steps(), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(flat([wanted]), flat([step]), strict=True))
         count += 1
     assert count == 6
-
-
-def test_without_a_free_slot_or_workers_prepare_inputs_is_used(make_cache: MakeCache) -> None:
-    """Keeping all batches keeps all slots in use."""
-    data = make_cache(captions=2)
-    plain = flat(all_steps(loader_of(data)))
-    for workers in (0, 2):
-        kept = flat(all_steps(in_place(data, Plain(), workers)))
-        assert all(torch.equal(a, b) for a, b in zip(plain, kept, strict=True)), workers
 
 
 def test_a_step_has_all_its_micro_batches(make_cache: MakeCache) -> None:

@@ -123,6 +123,9 @@ def test_batches_have_every_column(data: CachedDataset) -> None:
         assert batch["frames"].shape[:3] == (BATCH, 4, 3)
         assert batch["depth"].shape == (BATCH, *batch["frames"].shape[-2:])
         assert batch["glyphs"].shape[2:] == (2, 2)
+        for name in ("words", "glyphs"):
+            assert batch[f"{name}.length"].dtype == torch.int64
+            assert batch[name].shape[1] == batch[f"{name}.length"].max()
         for row, sample in enumerate(batch["sample_id"].tolist()):
             variant, caption = int(batch["depth"][row, 0, 0]) - 2 * sample, int(batch["style"][row, 0])
             assert variant in (0, 1)

@@ -15,10 +15,7 @@ import torch
 
 from sd3_light.config.faults import UserError
 from sd3_light.data import verify as verify_module
-from sd3_light.data.manifest import Manifest, ShardEntry
 from sd3_light.data.order import Order, Picks
-from sd3_light.data.shards import ShardContent
-from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import CachedDataset, MicroBatches, weighted_caption
 from sd3_light.randomness import stream
 
@@ -119,31 +116,7 @@ def test_caption_and_flip_are_drawn_per_sample(make_cache: MakeCache) -> None:
     assert {key for key, _ in seen.items()} == {("caption", at) for at in range(3)} | {("flip", at) for at in range(2)}
 
 
-# --- masks and repeats -------------------------------------------------------------------------
-
-
-def test_the_mask_is_flipped_with_the_image(make_cache: MakeCache) -> None:
-    data = make_cache(variants=2, mask=True)
-    left = torch.tensor([[255, 255, 0, 0]] * 2, dtype=torch.uint8)
-    variants = set()
-    for batch in steps_of(data, order_of(data)):
-        for row in range(4):
-            variant = number_in(batch["moments"][row])[1]
-            variants.add(variant)
-            assert torch.equal(batch["mask"][row], left.flip(-1) if variant else left)
-    assert variants == {0, 1}
-
-
-def test_samples_with_and_without_masks_share_a_batch(
-    tmp_path: Path, make_content: Callable[..., ShardContent], make_shard: Callable[..., ShardEntry]
-) -> None:
-    mblocks = make_shard(tmp_path, "a", make_content((1, 2), mask=True))
-    plain = make_shard(tmp_path, "b", make_content((3, 4)))
-    Manifest({}, (mblocks, plain), plain).save(tmp_path)
-    data = CachedDataset(LocalStore(tmp_path))
-    (batch,) = steps_of(data, order_of(data))
-    for row, number in enumerate(batch["sample_id"].tolist()):
-        assert int(batch["mask"][row].float().mean()) == (127 if number <= 2 else 255)
+# --- repeats -----------------------------------------------------------------------------------
 
 
 def test_repeats_are_set_per_directory(make_cache: MakeCache) -> None:
@@ -178,24 +151,6 @@ def test_small_buckets_are_dropped_on_request(make_cache: MakeCache) -> None:
 
 
 # --- text --------------------------------------------------------------------------------------
-
-
-def test_real_tokens_are_padded_to_the_longest_of_the_batch(make_cache: MakeCache) -> None:
-    data = make_cache(sizes=(7, 5), captions=2, real=True)
-    lengths_seen = set()
-    for batch in steps_of(data, order_of(data, 3)):
-        for name in ("clip_l", "clip_g", "t5"):
-            lengths = batch[f"{name}.length"]
-            assert lengths.dtype == torch.int64
-            assert batch[name].shape[1] == int(lengths.max())
-            lengths_seen.add(int(lengths.max()))
-            for row, number in enumerate(batch["sample_id"].tolist()):
-                caption = int(batch["clip_l.pooled"][row, 1])
-                expected = {"clip_l": 1 + (number + caption) % 3, "clip_g": 1 + number % 2, "t5": number % 4}
-                assert int(lengths[row]) == expected[name]
-                assert (batch[name][row, : lengths[row], 0] == number).all()
-                assert (batch[name][row, lengths[row] :] == 0).all()
-    assert len(lengths_seen) > 1
 
 
 def test_padding_is_zero_in_reused_memory(make_cache: MakeCache) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import SD3Transformer2DModel
 
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.config import SIZES, TrainConfig
@@ -22,6 +23,11 @@ from sd3_light.runlog import RunLog
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 MODEL = {"diffusers_path": "folder", "train_type": "sd3_light_pretrain", "size": "tiny2", "dtype": "float32"}
+
+
+@pytest.fixture
+def transformer() -> SD3Transformer2DModel:
+    return new_transformer(SIZES["tiny2"].transformer_config(), 0)
 
 
 specs: list[ExportSpec] = []  # of the exports in `written`
@@ -48,9 +54,8 @@ def config(folder: Path, **keys: Any) -> TrainConfig:
 
 
 def test_frozen_weights_are_exported_as_they_were_at_the_start(
-    tmp_path: Path, written: list[dict[str, torch.Tensor]]
+    tmp_path: Path, transformer: SD3Transformer2DModel, written: list[dict[str, torch.Tensor]]
 ) -> None:
-    transformer = new_transformer(SIZES["tiny2"].transformer_config(), 0)
     transformer.context_embedder.requires_grad_(False)
     saver = Saver.of(config(tmp_path), transformer, tmp_path / "exports")
     assert set(saver.untrained) == {"pos_embed.pos_embed", "context_embedder.weight", "context_embedder.bias"}
@@ -64,18 +69,18 @@ def test_frozen_weights_are_exported_as_they_were_at_the_start(
     assert torch.equal(written[0]["proj_out.bias"], transformer.proj_out.bias + 1)
 
 
-def test_the_export_just_written_is_kept(tmp_path: Path, written: list[dict[str, torch.Tensor]]) -> None:
-    transformer = new_transformer(SIZES["tiny2"].transformer_config(), 0)
+def test_the_export_just_written_is_kept(
+    tmp_path: Path, transformer: SD3Transformer2DModel, written: list[dict[str, torch.Tensor]]
+) -> None:
     saver = Saver.of(config(tmp_path, keep_last_n_exports=1), transformer, tmp_path / "exports")
     for step in (5, 2, 3):
         assert saver.save_model({}, "raw", Progress(step)).is_dir()
 
 
 def test_the_export_with_the_lowest_validation_loss_is_kept(
-    tmp_path: Path, written: list[dict[str, torch.Tensor]]
+    tmp_path: Path, transformer: SD3Transformer2DModel, written: list[dict[str, torch.Tensor]]
 ) -> None:
     """Of the exported weights, averaged over the sets; a loss that is not finite does not count."""
-    transformer = new_transformer(SIZES["tiny2"].transformer_config(), 0)
     saver = Saver.of(config(tmp_path, keep_last_n_exports=1), transformer, tmp_path / "exports")
     losses = {1: (0.5, 0.5), 2: (0.1, 0.7), 3: (float("nan"), 0.1), 4: (0.6, 0.6)}
     with RunLog(tmp_path, tensorboard=False) as log:
@@ -90,9 +95,10 @@ def test_the_export_with_the_lowest_validation_loss_is_kept(
 
 
 @pytest.mark.parametrize("save", ["save_model", "save_full_model"])
-def test_a_name_is_enough(tmp_path: Path, written: list[dict[str, torch.Tensor]], save: str) -> None:
+def test_a_name_is_enough(
+    tmp_path: Path, transformer: SD3Transformer2DModel, written: list[dict[str, torch.Tensor]], save: str
+) -> None:
     """It saves the live weights under their stock diffusers names."""
-    transformer = new_transformer(SIZES["tiny2"].transformer_config(), 0)
     transformer.context_embedder.requires_grad_(False)
     saver = Saver.of(config(tmp_path), transformer, tmp_path / "exports")
     with torch.no_grad():
@@ -105,9 +111,12 @@ def test_a_name_is_enough(tmp_path: Path, written: list[dict[str, torch.Tensor]]
 
 
 def test_only_the_main_process_writes(
-    tmp_path: Path, written: list[dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    transformer: SD3Transformer2DModel,
+    written: list[dict[str, torch.Tensor]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    saver = Saver.of(config(tmp_path), new_transformer(SIZES["tiny2"].transformer_config(), 0), tmp_path / "exports")
+    saver = Saver.of(config(tmp_path), transformer, tmp_path / "exports")
     monkeypatch.setattr(module.dist, "is_initialized", lambda: True)
     for rank, count in ((1, 0), (0, 1)):
         monkeypatch.setattr(module.dist, "get_rank", lambda rank=rank: rank)
@@ -115,8 +124,9 @@ def test_only_the_main_process_writes(
         assert len(written) == count
 
 
-def test_the_config_is_exported_without_secrets(tmp_path: Path, written: list[dict[str, torch.Tensor]]) -> None:
-    transformer = new_transformer(SIZES["tiny2"].transformer_config(), 0)
+def test_the_config_is_exported_without_secrets(
+    tmp_path: Path, transformer: SD3Transformer2DModel, written: list[dict[str, torch.Tensor]]
+) -> None:
     monitoring = {"enable_wandb": True, "wandb_api_key": "s3cr3t"}
     settings = config(tmp_path, monitoring=monitoring, save_dtype="float16")
     Saver.of(settings, transformer, tmp_path / "exports").save_full_model("x")
@@ -128,7 +138,9 @@ def test_the_config_is_exported_without_secrets(tmp_path: Path, written: list[di
     assert specs[0].save_dtype == torch.float16
 
 
-def test_the_card_has_the_facts_of_the_run(tmp_path: Path, written: list[dict[str, torch.Tensor]]) -> None:
+def test_the_card_has_the_facts_of_the_run(
+    tmp_path: Path, transformer: SD3Transformer2DModel, written: list[dict[str, torch.Tensor]]
+) -> None:
     (tmp_path / "data.toml").write_text('resolutions = [64, [80, 48]]\n[[directory]]\npath = "images"\n')
     events = [(2, "raw", 0.9), (2, "ema", 0.8), (4, "ema", 0.7), (6, "ema", 0.6)]
     run = tmp_path / "my-run"
@@ -139,7 +151,6 @@ def test_the_card_has_the_facts_of_the_run(tmp_path: Path, written: list[dict[st
     ]
     (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (run / "score.json").write_text('{"num_prompts": 96, "whole": 0.5, "relation": null, "by_kind": {"one": {}}}')
-    transformer = new_transformer(SIZES["tiny2"].transformer_config(), 0)
     Saver.of(config(tmp_path), transformer, run / "exports").save_full_model("x", {}, "ema", Progress(step=5))
     assert specs[0].about == {
         "name": "my-run",
@@ -153,13 +164,16 @@ def test_the_card_has_the_facts_of_the_run(tmp_path: Path, written: list[dict[st
 
 
 def test_a_pipeline_saves_a_whole_state_into_a_folder(
-    tmp_path: Path, written: list[dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    transformer: SD3Transformer2DModel,
+    written: list[dict[str, torch.Tensor]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`LightSD3Pipeline.save_model(dir, state_dict)`."""
     monkeypatch.setattr(sd3, "write_folder", module.write_folder)
     pipeline = LightSD3Pipeline.__new__(LightSD3Pipeline)
     pipeline.model = config(tmp_path).model
-    pipeline.transformer = new_transformer(SIZES["tiny2"].transformer_config(), 0)
+    pipeline.transformer = transformer
     assert pipeline.save_model(tmp_path / "out", pipeline.transformer.state_dict()) == tmp_path / "out"
     assert specs[0].save_dtype == torch.float32
     assert specs[0].transformer_config["num_layers"] == 2

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
-from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers
 from peft.tuners.lora import LoraLayer
 from peft.utils import get_peft_model_state_dict
 from safetensors import safe_open
@@ -20,10 +19,12 @@ from sd3_light.config import SIZES, AdapterConfig
 from sd3_light.config.faults import UserError
 from sd3_light.core.files import Padding
 from sd3_light.export.lora_file import read_lora, write_lora
-from sd3_light.families.sd3.random_weights import new_transformer
 from sd3_light.model.adapter_layers import add_adapter
 from sd3_light.model.lora_layers import LoraModule, from_peft, is_lora_name, load_lora, lora_modules
 from sd3_light.tensor_file import METADATA_KEY
+from tests.unit.export.denoisers import live_denoiser, output
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 State = dict[str, Tensor]
 RANK, ALPHA = 4, 6.0
@@ -36,22 +37,12 @@ Q, K, V = (f"transformer_blocks.0.attn.to_{part}" for part in "qkv")
 KOHYA_QKV = "lora_unet_joint_blocks_0_x_block_attn_qkv"
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def noise(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def stock() -> SD3Transformer2DModel:
-    """A model in which every weight matters: gates and output are not zero."""
-    transformer = new_transformer(CONFIG, 0)
-    with torch.no_grad():
-        for seed, parameter in enumerate(transformer.parameters()):
-            parameter += 0.05 * noise(*parameter.shape, seed=seed)
-    return transformer.eval()
+    return live_denoiser(CONFIG)
 
 
 def add_lora(
@@ -78,18 +69,6 @@ def trained(targets: tuple[str, ...] = ALL_LAYERS, **options: Any) -> SD3Transfo
         for seed, tensor in enumerate(lora_state(transformer).values()):
             tensor += 0.05 * noise(*tensor.shape, seed=1000 + seed)
     return transformer
-
-
-@torch.no_grad()
-def forward(transformer: torch.nn.Module) -> Tensor:
-    output: Tensor = transformer(
-        hidden_states=noise(2, 16, 8, 8),
-        timestep=torch.tensor([100.0, 700.0]),
-        encoder_hidden_states=noise(2, 5, 256),
-        pooled_projections=noise(2, 224),
-        return_dict=False,
-    )[0]
-    return output
 
 
 @pytest.fixture(scope="module", params=KINDS.values(), ids=KINDS)
@@ -137,8 +116,8 @@ def test_the_default_file_works_in_stock_diffusers(live: SD3Transformer2DModel, 
     layers = [layer for layer in loaded.modules() if isinstance(layer, LoraLayer)]
     assert len(layers) == sum(isinstance(layer, torch.nn.Linear) for layer in stock().modules()), "every linear layer"
     assert {scale for layer in layers for scale in layer.scaling.values()} == {1.0}
-    assert (forward(loaded) - forward(live)).abs().max() < 1e-5
-    assert (forward(loaded) - forward(stock())).abs().max() > 1e-2
+    assert (output(loaded) - output(live)).abs().max() < 1e-5
+    assert (output(loaded) - output(stock())).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("layout", ["diffusers", "kohya"])
@@ -176,7 +155,7 @@ def test_dora_is_for_diffusers_only(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=rf"{Q} has a DoRA magnitude, which ComfyUI silently ignores"):
             write_lora(tmp_path / "lora.safetensors", lora_modules(live), layout=layout)
     path = write_lora(tmp_path / "lora.safetensors", lora_modules(live), layout="peft")
-    assert (forward(stock_with(path)) - forward(live)).abs().max() < 1e-5
+    assert (output(stock_with(path)) - output(live)).abs().max() < 1e-5
     magnitude = read_lora(path).modules[Q].magnitude
     assert magnitude is not None
     assert torch.equal(magnitude, lora_modules(live)[Q].magnitude)
@@ -284,29 +263,6 @@ def test_both_layouts_work_in_comfyui(live: SD3Transformer2DModel, layout: Any, 
     expected = single_file(merged_state(live), LAYERS)
     assert patched.keys() == expected.keys()
     assert max((patched[name] - expected[name]).abs().max().item() for name in expected) < 1e-5
-
-
-def test_the_rules_of_this_test_match_the_stock_converter() -> None:
-    """A single file in this naming, converted by diffusers, gives back the model."""
-    state = stock().state_dict()
-    single = {f"{name}.weight": tensor for name, tensor in single_file(state, LAYERS).items()}
-    biases = {name.replace(".bias", ".weight"): tensor for name, tensor in state.items() if name.endswith(".bias")}
-    single |= {f"{name}.bias": tensor for name, tensor in single_file(biases, LAYERS).items()}
-    for i in range(LAYERS):
-        for part in "qk":
-            for ours, theirs in (("attn.norm_", "x_block.attn"), ("attn.norm_added_", "context_block.attn")):
-                single[f"joint_blocks.{i}.{theirs}.ln_{part}.weight"] = state[
-                    f"transformer_blocks.{i}.{ours}{part}.weight"
-                ]
-            if i == 0:
-                single[f"joint_blocks.0.x_block.attn2.ln_{part}.weight"] = state[
-                    f"transformer_blocks.0.attn2.norm_{part}.weight"
-                ]
-    single["pos_embed"] = state["pos_embed.pos_embed"]
-    single = {f"model.diffusion_model.{name}": tensor.clone() for name, tensor in single.items()}
-    back = convert_sd3_transformer_checkpoint_to_diffusers(single)
-    assert back.keys() == state.keys()
-    assert all(torch.equal(back[name], tensor) for name, tensor in state.items())
 
 
 @pytest.mark.parametrize("layout", ["diffusers", "kohya"])
@@ -574,9 +530,9 @@ def test_the_scale_is_multiplied_in_before_the_cast(tmp_path: Path) -> None:
 
 
 def test_a_file_is_loaded_into_an_adapter(live: SD3Transformer2DModel, tmp_path: Path) -> None:
-    expected = forward(live)
+    expected = output(live)
     path = write_lora(tmp_path / "lora.safetensors", lora_modules(live), layout="kohya")
     transformer = stock()
     add_lora(transformer, RANK, 1.0, ALL_LAYERS)
     load_lora(transformer, read_lora(path).modules)
-    assert (forward(transformer) - expected).abs().max() < 1e-5
+    assert (output(transformer) - expected).abs().max() < 1e-5

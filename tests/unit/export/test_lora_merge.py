@@ -16,15 +16,12 @@ from sd3_light.export.lora_merge import denoiser_state, extract_lora, merge_lora
 from sd3_light.families.sd3.random_weights import new_transformer
 from sd3_light.model.lora_layers import LoraModule, lora_modules
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 State = dict[str, Tensor]
 CONFIG = SIZES["tiny2"].transformer_config()
 Q, MLP = "transformer_blocks.0.attn.to_q", "transformer_blocks.1.ff.net.0.proj"
 TARGETS = ("attn.to_q", "attn.to_v", "ff.net.0.proj")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:

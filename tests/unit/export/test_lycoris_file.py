@@ -14,10 +14,10 @@ from sd3_light.config import SIZES, AdapterConfig
 from sd3_light.config.faults import UserError
 from sd3_light.export.adapter_folder import adapter_modules, read_adapter
 from sd3_light.export.trained_file import write_trained
-from sd3_light.families.sd3.random_weights import new_transformer
 from sd3_light.families.sd3.single_file import transformer_from_single_file, write_single_file
 from sd3_light.model.adapter_layers import add_adapter, is_adapter_name
 from sd3_light.tensor_file import read_header
+from tests.unit.export.denoisers import live_denoiser, output
 
 WIDE = replace(SIZES["tiny2"], num_heads=4, pos_embed_max_size=8)  # 2 blocks, padded to 4 in a single file
 TARGETS = ("attn.to_q", "attn.add_v_proj", "ff.net.2", "norm1_context.linear", "norm_out.linear")
@@ -25,13 +25,7 @@ KINDS = ("lokr", "loha")
 
 
 def stock() -> SD3Transformer2DModel:
-    """A model in which every weight matters."""
-    transformer = new_transformer(WIDE.transformer_config(), 0)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in transformer.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-    return transformer.eval()
+    return live_denoiser(WIDE.transformer_config())
 
 
 def config_of(kind: Any) -> AdapterConfig:
@@ -52,19 +46,6 @@ def trained(kind: Any) -> SD3Transformer2DModel:
 
 def adapter_state(transformer: SD3Transformer2DModel) -> dict[str, Tensor]:
     return {name: weight.detach() for name, weight in transformer.named_parameters() if is_adapter_name(name)}
-
-
-@torch.no_grad()
-def output(transformer: SD3Transformer2DModel) -> Tensor:
-    config, generator = transformer.config, torch.Generator().manual_seed(3)
-    result: Tensor = transformer(
-        hidden_states=torch.randn(2, 16, 8, 8, generator=generator),
-        timestep=torch.tensor([10.0, 800.0]),
-        encoder_hidden_states=torch.randn(2, 5, config.joint_attention_dim, generator=generator),
-        pooled_projections=torch.randn(2, config.pooled_projection_dim, generator=generator),
-        return_dict=False,
-    )[0]
-    return result
 
 
 @torch.no_grad()

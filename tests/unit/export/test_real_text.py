@@ -25,6 +25,7 @@ from sd3_light.families.sd3.random_weights import new_transformer
 from sd3_light.families.sd3.real_pipeline import RealTextAttention, RealTextPipeline
 from sd3_light.families.sd3.sample_texts import TextPolicy
 from sd3_light.sample.generate import ImageRequest, generate
+from tests.unit.export.denoisers import live_denoiser
 
 CONFIG = SIZES["tiny2"].transformer_config()
 PROMPTS = ["a red circle", "two small green stars left of a large blue square on a white background"]
@@ -33,12 +34,7 @@ CPU = torch.device("cpu")
 
 
 def live_weights() -> dict[str, torch.Tensor]:
-    transformer = new_transformer(CONFIG, seed=7)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in transformer.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-    return dict(transformer.state_dict())
+    return dict(live_denoiser(CONFIG, seed=7).state_dict())
 
 
 def spec(base: Path, tokens: str, uncond: str) -> ExportSpec:

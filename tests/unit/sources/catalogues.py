@@ -14,6 +14,8 @@ from sd3_light.config import DirectoryConfig
 from sd3_light.data.cache_plan import CachePlan, Unit, make_cache_plan
 from sd3_light.sources.catalogue import Catalogue, InputRow, Listing, make_sources
 from sd3_light.sources.claims import Claims
+from sd3_light.sources.decode import SampleLocation
+from sd3_light.sources.records import FileBytes
 
 RECIPE = {"t5_max_length": 16, "vae": "abc"}
 COUNT = 30
@@ -68,6 +70,11 @@ def list_and_probe(cache: Path, *directories: DirectoryConfig, workers: int = 0)
         rows = [row for listing in listings for part in listing.parts for row in catalogue.rows(part)]
         assert sum(listing.rows for listing in listings) == len(rows)
         return {row.key.rsplit("/", 1)[1]: row for row in rows}
+
+
+def name_of(location: SampleLocation) -> str:
+    assert isinstance(location.image, FileBytes)
+    return Path(location.image.path).name
 
 
 def parts_of(cache: Path) -> set[str]:

@@ -305,6 +305,12 @@ CASES: dict[str, Case] = {
     "a member whose image is broken": Case(
         {"x.tar/a.png": "truncated"}, then=tarred(("a.png", save(noise(), "PNG")[:-3000]), ("a.txt", b"a caption"))
     ),
+    "a member with a caption of latin-1": Case(
+        {"x.tar/a.png": "caption_not_utf8"}, then=tarred(("./a.png", png()), ("./a.txt", b"caf\xe9"))
+    ),
+    "a member with a dotted name, and a hidden one": Case(
+        {"x.tar/dir/dotted": "missing_file"}, then=tarred(("dir/dotted.name.png", png()), (".hidden", b""))
+    ),
     "a member whose JSON is broken": Case(
         {"x.tar/a.png": "bad_caption"}, then=tarred(("a.png", png()), ("a.json", b"{"))
     ),
@@ -321,6 +327,10 @@ CASES: dict[str, Case] = {
     "a null for a caption": Case(
         {"x.parquet/000000000": "no_caption"},
         then=parquet({"image": [png()], "text": pa.array([None], pa.string())}),  # type: ignore[dict-item]
+    ),
+    "a list of captions": Case(
+        {"x.parquet/000000000": Used(captions=("one", "two"))},
+        then=parquet({"image": [png()], "text": [["one", "two"]]}),
     ),
     "a cell above a configured limit": Case(
         {"x.parquet/000000000": Used(), "x.parquet/000000001": "file_too_large", "x.parquet/000000002": Used()},

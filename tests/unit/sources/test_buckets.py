@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from sd3_light.config import DirectoryConfig
+from sd3_light.core.columns import named_bucket
 from sd3_light.sources.buckets import (
     SIDE_STEP,
     Bucket,
@@ -26,8 +27,10 @@ def ratio_buckets(resolution: int | list[int], **keys: Any) -> tuple[Bucket, ...
     return buckets_for(directory(resolutions=[resolution], enable_ar_bucket=True, **keys))
 
 
-def test_a_bucket_prints_as_width_x_height_and_sorts() -> None:
-    assert str(Bucket(64, 48)) == "64x48"
+def test_a_bucket_is_named_by_its_sides_and_sorts() -> None:
+    for bucket, name in ((Bucket(64, 48), "64x48"), (Bucket(64, 48, 17), "64x48x17")):
+        assert str(bucket) == name
+        assert named_bucket(name) == bucket
     assert sorted([Bucket(64, 64), Bucket(48, 64), Bucket(64, 48)]) == [Bucket(48, 64), Bucket(64, 48), Bucket(64, 64)]
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from sd3_light.sources import catalogue as module
-from sd3_light.sources import claims as claims_module
 from sd3_light.sources import decode, preprocess
 from sd3_light.sources.catalogue import sample_location
 from sd3_light.sources.decode import Probe, SampleLocation
@@ -22,6 +21,7 @@ from tests.unit.sources.catalogues import (
     directory,
     ignore,
     list_and_probe,
+    name_of,
     open_catalogue,
     parts_of,
     write_image,
@@ -29,12 +29,7 @@ from tests.unit.sources.catalogues import (
 from tests.unit.sources.inputs import noise, save, write_files, write_tar
 from tests.unit.sources.inputs import png as tiny
 
-
-@pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small parts, so that thirty rows fill several."""
-    monkeypatch.setattr(module, "PART_ROWS", 8)
-    monkeypatch.setattr(claims_module, "POLL_SECONDS", 0.01)
+pytestmark = pytest.mark.usefixtures("small_parts")
 
 
 class RecordingProbe:
@@ -47,11 +42,6 @@ class RecordingProbe:
     def __call__(self, locations: Sequence[SampleLocation]) -> list[Probe]:
         self.names += [name_of(location) for location in locations]
         return decode.probe_images(locations)
-
-
-def name_of(location: SampleLocation) -> str:
-    assert isinstance(location.image, FileBytes)
-    return Path(location.image.path).name
 
 
 # --- contents ------------------------------------------------------------------------------------

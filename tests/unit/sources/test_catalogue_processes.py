@@ -14,28 +14,16 @@ import pytest
 
 from sd3_light.config import DirectoryConfig
 from sd3_light.sources import catalogue as module
-from sd3_light.sources import claims as claims_module
 from sd3_light.sources import decode
 from sd3_light.sources.catalogue import Catalogue, make_sources, rotate_to_share
 from sd3_light.sources.claims import Claims
 from sd3_light.sources.decode import Probe, SampleLocation
-from sd3_light.sources.records import FileBytes
-from tests.unit.sources.catalogues import COUNT, directory, ignore, list_and_probe, open_catalogue
+from tests.unit.sources.catalogues import COUNT, directory, ignore, list_and_probe, name_of, open_catalogue
 from tests.waiting import HANG_SECONDS
 
+pytestmark = pytest.mark.usefixtures("small_parts")
+
 FORK = multiprocessing.get_context("fork")
-
-
-@pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small parts, so that thirty rows fill several."""
-    monkeypatch.setattr(module, "PART_ROWS", 8)
-    monkeypatch.setattr(claims_module, "POLL_SECONDS", 0.01)
-
-
-def name_of(location: SampleLocation) -> str:
-    assert isinstance(location.image, FileBytes)
-    return Path(location.image.path).name
 
 
 def start(work: Callable[..., object], *args: object) -> BaseProcess:

@@ -12,7 +12,6 @@ from PIL import Image
 
 from sd3_light.config import DatasetConfig, DirectoryConfig
 from sd3_light.core.clips import clip_faults, with_clip_lengths
-from sd3_light.core.columns import Bucket, named_bucket
 from sd3_light.data.cache_plan import decode_task
 from sd3_light.data.split import split_images
 from sd3_light.randomness import sample_id
@@ -57,13 +56,6 @@ def clips(tmp_path: Path) -> Path:
         f_mp4=encode(numbered(3, (64, 32)), 16),
         g_mp4=encode(numbered(20, (64, 32)), 16)[:150],
     )
-
-
-def test_names_of_buckets() -> None:
-    assert str(Bucket(64, 48)) == "64x48"
-    assert str(Bucket(64, 48, 17)) == "64x48x17"
-    for bucket in (Bucket(64, 48), Bucket(64, 48, 17)):
-        assert named_bucket(str(bucket)) == bucket
 
 
 def test_probing_counts_frames(clips: Path, cache: Path) -> None:

@@ -11,10 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from sd3_light.sources import parquet
-from sd3_light.sources.preprocess import Reject, decode
+from sd3_light.sources.preprocess import Reject
 from sd3_light.sources.records import Record, Rejected
-from sd3_light.sources.scan import scan
-from tests.unit.sources.inputs import captions, directory, png, rejects, scan_items, structs, write_files, write_tar
+from tests.unit.sources.inputs import captions, png, rejects, scan_items, structs, write_files, write_tar
 
 
 def test_tars_as_img2dataset_writes_them(tmp_path: Path) -> None:
@@ -37,34 +36,6 @@ def test_tars_as_img2dataset_writes_them(tmp_path: Path) -> None:
     assert captions(items)["00000.tar/000000000.jpg"] == ("text 000000000",)
     assert captions(items)["00000.tar/000000002.jpg"] == ("json 000000002",)
     assert [item.image.read() for item in items if isinstance(item, Record)] == [png(n) for n in (0, 1, 2)] * 2
-
-
-def test_problems_in_a_tar_are_rejected(tmp_path: Path) -> None:
-    members = [
-        ("./good.png", png()),
-        ("./good.txt", b"good"),
-        ("./lonely.png", png()),
-        ("./textonly.txt", b"no image"),
-        ("./good.png", png()),
-        ("./good.txt", b"again"),
-        ("./latin.png", png()),
-        ("./latin.txt", b"caf\xe9"),
-        ("./odd.png", png()),
-        ("./odd.json", b"{"),
-        ("dir/dotted.name.png", png()),
-        (".hidden", b""),
-    ]
-    path = write_tar(tmp_path / "set.tar", members)
-    items = list(scan(directory(path), 0))
-    assert captions(items) == {"set.tar/good.png": ("good",)}
-    assert rejects(items) == {
-        "set.tar/lonely.png": "no_caption",
-        "set.tar/textonly": "missing_file",
-        "set.tar/good.png": "duplicate_key",
-        "set.tar/latin.png": "caption_not_utf8",
-        "set.tar/odd.png": "bad_caption",
-        "set.tar/dir/dotted": "missing_file",
-    }
 
 
 def test_complete_samples_of_damaged_tars_are_used(tmp_path: Path) -> None:
@@ -122,27 +93,6 @@ def test_parquet_with_image_bytes(tmp_path: Path, columns: dict[str, Any], row_g
     for n, item in [*order[:20], *enumerate(items)]:
         assert isinstance(item, Record)
         assert pickle.loads(pickle.dumps(item)).image.read() == png(n)
-
-
-def test_odd_parquet(tmp_path: Path) -> None:
-    pq.write_table(
-        pa.table({"image": [*structs(2), None], "text": [["one", "two"], None, ["null image"]]}),
-        tmp_path / "a.parquet",
-    )
-    pq.write_table(pa.table({"url": ["u"], "text": ["t"]}), tmp_path / "b.parquet")
-    pq.write_table(pa.table({"image": [png()], "label": [1]}), tmp_path / "c.parquet")
-    write_files(tmp_path, {"d.parquet": b"PAR1 or not"})
-    items = scan_items(tmp_path)
-    assert captions(items) == {"a.parquet/000000000": ("one", "two"), "a.parquet/000000002": ("null image",)}
-    assert rejects(items) == {
-        "a.parquet/000000001": "no_caption",
-        "b.parquet": "no_image_column",
-        "c.parquet": "no_caption_column",
-        "d.parquet": "broken_parquet",
-    }
-    null = [item for item in items if isinstance(item, Record)][-1]
-    with pytest.raises(Reject, match="empty_file"):
-        decode(null.image.read())
 
 
 @contextmanager

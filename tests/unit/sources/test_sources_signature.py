@@ -4,8 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from sd3_light.sources.locations import location_from_text, location_text
@@ -14,7 +12,7 @@ from sd3_light.sources.preprocess import Reject
 from sd3_light.sources.records import FileBytes, FileRange, Location, Record, file_version
 from sd3_light.sources.scan import scan
 from sd3_light.sources.signature import signature
-from tests.unit.sources.inputs import directory, png, structs, write_files, write_tar
+from tests.unit.sources.inputs import directory, png, write_files, write_tar
 
 NOT_UTF8 = os.fsdecode(b"caf\xe9.jpg")
 LOCATIONS = [
@@ -47,26 +45,6 @@ def test_locations_round_trip_for_any_root(location: Location | None, root: str)
 def test_an_invalid_location_is_an_error() -> None:
     with pytest.raises(ValueError, match="is not a location"):
         location_from_text('["a", 1]', Path("/data"))
-
-
-def test_scanned_locations_round_trip_and_have_a_version(tmp_path: Path) -> None:
-    root = write_files(tmp_path / "set", {"a.jpg": png(), "a.txt": "a"})
-    write_tar(root / "b.tar", [("k.png", png()), ("k.txt", b"k")])
-    pq.write_table(pa.table({"image": structs(2), "text": ["a", "b"]}), root / "c.parquet")
-    masks = write_files(tmp_path / "masks", {"a.png": png()})
-    items = list(scan(directory(root, mask_path=masks), 0))
-    assert len(items) == 4
-    shutil.copytree(root, tmp_path / "moved")
-    for item in items:
-        assert isinstance(item, Record)
-        again = location_from_text(location_text(item.image, root), root)
-        assert again == item.image
-        assert location_from_text(location_text(item.mask, root), root) == item.mask
-        moved = location_from_text(location_text(item.image, root), tmp_path / "moved")
-        assert moved is not None
-        assert moved.read() == item.image.read()
-        file = root / item.key.split("/")[1]
-        assert file_version(item.image.path) == f"{file.stat().st_size}-{file.stat().st_mtime_ns}"
 
 
 def test_versions_follow_the_file(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from sd3_light.sources.workers import WorkerPool
-from tests.waiting import HANG_SECONDS, wait_until
+from tests.waiting import HANG_SECONDS, is_running, wait_until
 
 FORK = multiprocessing.get_context("fork")
 DEADLY = (7, 8, 23)
@@ -179,13 +179,6 @@ def test_workers_exit_with_a_killed_parent() -> None:
     parent.kill()
     parent.join()
     wait_until(lambda: not any(is_running(pid) for pid in pids), lambda: "orphaned workers are left")
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def ignores_interrupts(numbers: Sequence[int]) -> list[bool]:

@@ -66,51 +66,25 @@ def test_requests_overlap_and_are_bounded(store: ObjectStore, tmp_path: Path) ->
     assert 3 <= max(peaks) <= remote.RANGES_IN_FLIGHT
 
 
-def test_a_storm_of_errors_repeats_only_what_failed(
-    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("attempts", "failures"), [(1, 2), (2, 4)])  # three requests per attempt
+def test_a_failed_range_waits_alone_and_only_it_is_requested_again(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attempts: int, failures: int
 ) -> None:
-    # as many attempts as in training: requests are concurrent, so some fail several times
-    monkeypatch.setattr(remote, "PAUSES_SEC", (0.0, 0.0))
-    monkeypatch.setattr(protocols, "PAUSES_SEC", (0.01,) * 4)
-    number = iter(range(10**6))
-    store.fails = lambda method, path: next(number) % 3 == 0
-    assert fetch(store, tmp_path) == DATA
-    assert COUNT < len(store.requests) <= 2 * COUNT
-
-
-def test_a_failed_range_waits_alone(store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocols, "PAUSES_SEC", (0.5, 0.5))
-    read, starts = store.files._cat_file, []
-
-    async def fail_twice(path: str, start: int, end: int) -> bytes:
-        starts.append(start)
-        if start == 0 and starts.count(0) < 3:
-            raise OSError(EBUSY, "Please try again")
-        data: bytes = await read(path, start=start, end=end)
-        return data
-
-    monkeypatch.setattr(store.files, "_cat_file", fail_twice)
-    assert fetch(store, tmp_path) == DATA
-    assert len(starts) == COUNT + 2
-    assert starts[-2:] == [0, 0], "all others were requested in the first pause"
-
-
-def test_a_second_attempt_requests_only_the_ranges_that_failed(
-    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(remote, "PAUSES_SEC", (0.0,))
+    monkeypatch.setattr(remote, "PAUSES_SEC", (0.0,) * (attempts - 1))
+    monkeypatch.setattr(protocols, "PAUSES_SEC", (0.3, 0.3))
     read, starts = store.files._cat_file, []
 
     async def fail_often(path: str, start: int, end: int) -> bytes:
         starts.append(start)
-        if start == 0 and starts.count(0) < 5:  # three requests per attempt
+        if start == 0 and starts.count(0) <= failures:
             raise OSError(EBUSY, "Please try again")
         data: bytes = await read(path, start=start, end=end)
         return data
 
     monkeypatch.setattr(store.files, "_cat_file", fail_often)
     assert fetch(store, tmp_path) == DATA
-    assert Counter(starts) == {start * RANGE: 5 if start == 0 else 1 for start in range(COUNT)}
+    assert Counter(starts) == {start * RANGE: 1 + failures if start == 0 else 1 for start in range(COUNT)}
+    assert starts[-failures:] == [0] * failures, "all others were requested in the first pause"
 
 
 def test_downloads_share_one_limit_of_requests_and_memory(

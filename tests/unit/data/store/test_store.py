@@ -2,7 +2,6 @@
 
 import fcntl
 import hashlib
-import logging
 import multiprocessing
 import os
 import pickle
@@ -37,6 +36,7 @@ from sd3_light.data.store import (
 from sd3_light.data.store.disk_cache import DiskCache
 from sd3_light.data.store.remote import load_remote_manifest
 from sd3_light.urls import protocol_problem
+from tests.object_store import ObjectStore, object_store
 
 SIZE = 1000
 COUNT = 8
@@ -58,69 +58,22 @@ def make_cache(folder: Path, count: int = COUNT, size: int = SIZE) -> Manifest:
     return manifest
 
 
-class Requests(logging.Handler):
-    """Collects the requests of a server."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-    def gets(self, path: str) -> int:
-        return sum(f"GET {path} " in line for line in self.lines)
-
-
-class S3:
-    """A running server and its log."""
-
-    def __init__(self, endpoint: str, log: Requests) -> None:
-        self.endpoint, self.log = endpoint, log
-        self.count = 0
-
-    def put(self, folder: Path) -> str:
-        """Upload a cache folder and return its URL."""
-        self.count += 1
-        url = f"s3://bucket/cache-{self.count}"
-        fsspec.filesystem("s3").put(str(folder), url, recursive=True)
-        return url
-
-    def gets(self, url: str, entry: ShardEntry) -> int:
-        return self.log.gets(f"{url.removeprefix('s3:/')}/shards/{entry.file}")
+def gets(store: ObjectStore, url: str, file: str) -> int:
+    """Return how often an object was requested."""
+    return store.requests.count(("GET", f"{url.removeprefix('s3:/')}/{file}"))
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[S3]:
-    pytest.importorskip("s3fs", reason="the S3 tests need s3fs")
-    moto = pytest.importorskip("moto.server", reason="the S3 tests need moto[server]")
-    log, logger = Requests(), logging.getLogger("werkzeug")
-    logger.addHandler(log)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    running = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    running.start()
-    host, port = running.get_host_and_port()
-    patch = pytest.MonkeyPatch()
-    patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-    patch.setenv("AWS_ACCESS_KEY_ID", "testing")
-    patch.setenv("AWS_SECRET_ACCESS_KEY", "secret-testing")
-    patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    patch.setenv("AWS_MAX_ATTEMPTS", "1")
-    files = fsspec.filesystem("s3")
-    files.mkdir("bucket")
-    yield S3(f"http://{host}:{port}", log)
-    files.clear_instance_cache()
-    patch.undo()
-    running.stop()
-    logger.removeHandler(log)
+def server() -> Iterator[ObjectStore]:
+    with object_store("stores") as store:
+        yield store
 
 
 @pytest.fixture
-def s3(server: S3) -> Iterator[S3]:
+def s3(server: ObjectStore, tmp_path: Path) -> Iterator[ObjectStore]:
     """The server, without cached file systems of earlier tests."""
     fsspec.get_filesystem_class("s3").clear_instance_cache()
+    server.url = f"s3://stores/{tmp_path.name}"
     yield server
     fsspec.get_filesystem_class("s3").clear_instance_cache()
 
@@ -178,7 +131,7 @@ def test_a_local_store_reads_its_folder_and_reports_a_missing_shard(cache: Path)
 
 
 def test_s3_store_reads_every_shard_and_the_empty_one_once(
-    s3: S3, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    s3: ObjectStore, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote, "RANGE_BYTES", 300)
     url = s3.put(cache)
@@ -187,7 +140,7 @@ def test_s3_store_reads_every_shard_and_the_empty_one_once(
         assert isinstance(store, RemoteStore)
         assert store.manifest == Manifest.load(cache)
         assert [read(store, number) for number in range(COUNT)] == [content(number) for number in range(COUNT)]
-    assert s3.gets(url, store.manifest.shards[0]) == 4, "in chunks"
+    assert gets(s3, url, f"shards/{store.manifest.shards[0].file}") == 4, "in chunks"
     assert open_shard(store, store.manifest.empty, Path.read_bytes) == content(COUNT)
     assert kept(tmp_path / "kept") == {
         f"{entry.sha256}.safetensors" for entry in (*store.manifest.shards, store.manifest.empty)
@@ -207,7 +160,9 @@ def test_other_protocols(cache: Path, tmp_path: Path) -> None:
                 load_remote_manifest(f"{url}-none")
 
 
-def test_the_table_of_a_manifest_is_fetched_once(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_of_a_manifest_is_fetched_once(
+    s3: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(manifest_module, "TABLE_SHARDS", 3)
     made = make_cache(tmp_path / "cache")
     (table,) = (tmp_path / "cache").glob("manifest-*.arrow")
@@ -216,16 +171,18 @@ def test_the_table_of_a_manifest_is_fetched_once(s3: S3, tmp_path: Path, monkeyp
         store = RemoteStore(url, tmp_path / "kept", SIZE)
         assert set(store.manifest.shards) == set(made.shards)
         assert read(store, 0) == Path(tmp_path / "cache" / "shards" / store.manifest.shards[0].file).read_bytes()
-    assert s3.log.gets(f"{url.removeprefix('s3:/')}/{table.name}") == 2  # evicted by the shard: the limit is that small
+    assert gets(s3, url, table.name) == 2  # evicted by the shard: the limit is that small
     (tmp_path / "kept" / f"{hashlib.sha256(data).hexdigest()}.arrow").unlink(missing_ok=True)
     assert len(store.manifest.shards[2].sha256) == 64  # still mapped
     assert (
         load_remote_manifest(url, tmp_path / "more") == load_remote_manifest(url, tmp_path / "more") == store.manifest
     )
-    assert s3.log.gets(f"{url.removeprefix('s3:/')}/{table.name}") == 3
+    assert gets(s3, url, table.name) == 3
 
 
-def test_a_damaged_local_table_is_fetched_again(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_local_table_is_fetched_again(
+    s3: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(manifest_module, "TABLE_SHARDS", 3)
     made = make_cache(tmp_path / "cache")
     url, kept = s3.put(tmp_path / "cache"), tmp_path / "kept"
@@ -234,12 +191,12 @@ def test_a_damaged_local_table_is_fetched_again(s3: S3, tmp_path: Path, monkeypa
     table.write_bytes(b"x" * table.stat().st_size)
     assert set(load_remote_manifest(url, kept).shards) == set(made.shards)
     assert not list(kept.glob("*.damaged"))
-    requests = len(s3.log.lines)
+    s3.requests.clear()
     load_remote_manifest(url, kept)
-    assert not any(".arrow" in line for line in s3.log.lines[requests:])
+    assert not any(".arrow" in path for _, path in s3.requests)
 
 
-def test_a_download_is_reported_as_hashed_before_its_file_appears(s3: S3, cache: Path, tmp_path: Path) -> None:
+def test_a_download_is_reported_as_hashed_before_its_file_appears(s3: ObjectStore, cache: Path, tmp_path: Path) -> None:
     store = RemoteStore(s3.put(cache), tmp_path / "kept", COUNT * SIZE)
     reported: list[tuple[str, int]] = []
 
@@ -268,7 +225,7 @@ def test_a_retry_is_reported_once_in_a_while(monkeypatch: pytest.MonkeyPatch, ca
     assert caplog.messages == [line]
 
 
-def test_a_store_can_be_sent_to_other_processes(s3: S3, cache: Path, tmp_path: Path) -> None:
+def test_a_store_can_be_sent_to_other_processes(s3: ObjectStore, cache: Path, tmp_path: Path) -> None:
     store = pickle.loads(pickle.dumps(RemoteStore(s3.put(cache), tmp_path / "kept", 10**6)))
     assert read(store, 0) == content(0)
     with FORK.Pool(1) as pool:  # this process has a file system and its thread; the forked one needs its own
@@ -278,14 +235,14 @@ def test_a_store_can_be_sent_to_other_processes(s3: S3, cache: Path, tmp_path: P
 # --- size limit -------------------------------------------------------------------------------
 
 
-def test_the_least_recently_used_shard_is_evicted(s3: S3, cache: Path, tmp_path: Path) -> None:
+def test_the_least_recently_used_shard_is_evicted(s3: ObjectStore, cache: Path, tmp_path: Path) -> None:
     store = RemoteStore(s3.put(cache), tmp_path / "kept", 3 * SIZE + 10)
     for number, left in ((0, {0}), (1, {0, 1}), (2, {0, 1, 2}), (0, {0, 1, 2}), (3, {0, 2, 3}), (4, {0, 3, 4})):
         assert read(store, number) == content(number)
         assert kept(tmp_path / "kept") == {f"{store.manifest.shards[at].sha256}.safetensors" for at in left}
 
 
-def test_other_files_are_not_removed(s3: S3, cache: Path, tmp_path: Path) -> None:
+def test_other_files_are_not_removed(s3: ObjectStore, cache: Path, tmp_path: Path) -> None:
     folder = tmp_path / "kept"
     folder.mkdir()
     for name in ("thesis.txt", "model.safetensors", "download.part"):
@@ -297,15 +254,7 @@ def test_other_files_are_not_removed(s3: S3, cache: Path, tmp_path: Path) -> Non
     assert {"thesis.txt", "model.safetensors", "download.part"} < kept(folder)
 
 
-def test_an_open_file_can_be_read_after_eviction(s3: S3, cache: Path, tmp_path: Path) -> None:
-    store = RemoteStore(s3.put(cache), tmp_path / "kept", SIZE)
-    with open_shard(store, store.manifest.shards[0], lambda path: open(path, "rb")) as file:
-        read(store, 1)
-        assert len(kept(tmp_path / "kept")) == 1
-        assert file.read() == content(0)
-
-
-def test_an_eviction_before_opening_is_retried(s3: S3, cache: Path, tmp_path: Path) -> None:
+def test_an_eviction_before_opening_is_retried(s3: ObjectStore, cache: Path, tmp_path: Path) -> None:
     store = RemoteStore(s3.put(cache), tmp_path / "kept", 10**6)
     calls = []
 
@@ -373,11 +322,11 @@ def in_processes(store: RemoteStore, orders: list[list[int]]) -> list[int]:
     return [most.get() for _ in children]
 
 
-def test_processes_that_need_the_same_shards_fetch_each_once(s3: S3, cache: Path, tmp_path: Path) -> None:
+def test_processes_that_need_the_same_shards_fetch_each_once(s3: ObjectStore, cache: Path, tmp_path: Path) -> None:
     url = s3.put(cache)
     store = RemoteStore(url, tmp_path / "kept", 10**6)
     in_processes(store, [list(range(COUNT))] * 3)
-    assert [s3.gets(url, entry) for entry in store.manifest.shards] == [1] * COUNT
+    assert [gets(s3, url, f"shards/{entry.file}") for entry in store.manifest.shards] == [1] * COUNT
     assert used(store.disk) == COUNT * SIZE
 
 
@@ -403,7 +352,7 @@ def test_a_file_fetched_by_another_process_is_not_fetched_again(
 
 @pytest.mark.parametrize("room", [1, 3])
 def test_processes_share_one_limit(
-    s3: S3, cache: Path, tmp_path: Path, room: int, monkeypatch: pytest.MonkeyPatch
+    s3: ObjectStore, cache: Path, tmp_path: Path, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk_cache, "_POLL_SEC", 0.005)
     store = RemoteStore(s3.put(cache), tmp_path / "kept", room * SIZE)
@@ -431,7 +380,7 @@ def _stop_halfway(url: str, folder: Path, parent: Any) -> None:
 
 
 @pytest.fixture
-def half_a_download(s3: S3, cache: Path, tmp_path: Path) -> Iterator[tuple[str, Any, Any]]:
+def half_a_download(s3: ObjectStore, cache: Path, tmp_path: Path) -> Iterator[tuple[str, Any, Any]]:
     """The URL of a cache, a process that waits with half of its first shard, and a connection to it."""
     url = s3.put(cache)
     line, end = FORK.Pipe()
@@ -527,7 +476,7 @@ def test_a_running_download_keeps_its_space_and_file(half_a_download: tuple[str,
 )
 @pytest.mark.usefixtures("quick")
 def test_a_damaged_object_is_reported(
-    s3: S3, cache: Path, tmp_path: Path, spoil: Callable[[bytes], bytes], came: str
+    s3: ObjectStore, cache: Path, tmp_path: Path, spoil: Callable[[bytes], bytes], came: str
 ) -> None:
     (cache / "shards" / "shard-0.safetensors").write_bytes(spoil(content(0)))
     url = s3.put(cache)
@@ -545,7 +494,9 @@ def test_a_damaged_object_is_reported(
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_damaged_download_is_retried(s3: S3, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_download_is_retried(
+    s3: ObjectStore, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     copy, calls = remote._copy_ranges, []
 
     def sometimes(url: str, file: int, size: int, written: dict[int, int]) -> None:
@@ -562,7 +513,7 @@ def test_a_damaged_download_is_retried(s3: S3, cache: Path, tmp_path: Path, monk
     assert len(calls) == 3
 
 
-def test_a_missing_object_is_reported(s3: S3, cache: Path, tmp_path: Path) -> None:
+def test_a_missing_object_is_reported(s3: ObjectStore, cache: Path, tmp_path: Path) -> None:
     (cache / "shards" / "shard-0.safetensors").unlink()
     url = s3.put(cache)
     store = RemoteStore(url, tmp_path / "kept", 10**6)
@@ -571,15 +522,15 @@ def test_a_missing_object_is_reported(s3: S3, cache: Path, tmp_path: Path) -> No
     assert kept(tmp_path / "kept") == set()
 
 
-@pytest.mark.parametrize("place", ["s3://bucket/none", "s3://no-such-bucket/none"])
-def test_a_missing_cache_is_reported(s3: S3, tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize("place", ["s3://stores/none", "s3://no-such-bucket/none"])
+def test_a_missing_cache_is_reported(s3: ObjectStore, tmp_path: Path, place: str) -> None:
     with pytest.raises(UserError, match=f"^no cache at {place}: .* build it with `sd3-light cache CONFIG`, or copy"):
         load_remote_manifest(place)
     with pytest.raises(UserError, match=r"^no cache at"):
         open_store(place, tmp_path / "kept", 10**6)
 
 
-def test_a_damaged_manifest_is_reported(s3: S3, cache: Path, tmp_path: Path) -> None:
+def test_a_damaged_manifest_is_reported(s3: ObjectStore, cache: Path, tmp_path: Path) -> None:
     text = (cache / "manifest.json").read_text()
     (cache / "manifest.json").write_text(text[:100])
     with pytest.raises(UserError, match=r"manifest\.json is damaged"):
@@ -600,14 +551,14 @@ def error_of(url: str) -> str:
     return text
 
 
-def test_wrong_credentials(s3: S3, cache: Path) -> None:
+def test_wrong_credentials(s3: ObjectStore, cache: Path) -> None:
     url = s3.put(cache)
     requests = pytest.importorskip("requests")
-    requests.post(f"{s3.endpoint}/moto-api/reset-auth", data=b"0")  # enable authentication
+    requests.post(f"{os.environ['AWS_ENDPOINT_URL']}/moto-api/reset-auth", data=b"0")  # enable authentication
     try:
         text = error_of(url)
     finally:
-        requests.post(f"{s3.endpoint}/moto-api/reset-auth", data=b"inf")
+        requests.post(f"{os.environ['AWS_ENDPOINT_URL']}/moto-api/reset-auth", data=b"inf")
     assert text.startswith(f"no permission to read {url}/manifest.json (")
     assert "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in text
 
@@ -644,7 +595,9 @@ class Refusal(BaseHTTPRequestHandler):
         (8, "AccessDenied", "no permission"),
     ],
 )
-def test_a_wrong_clock_is_named(s3: S3, monkeypatch: pytest.MonkeyPatch, minutes: float, code: str, text: str) -> None:
+def test_a_wrong_clock_is_named(
+    s3: ObjectStore, monkeypatch: pytest.MonkeyPatch, minutes: float, code: str, text: str
+) -> None:
     with web_server(type("Handler", (Refusal,), {"minutes": minutes, "code": code})) as address:
         monkeypatch.setenv("AWS_ENDPOINT_URL", address)
         error = error_of("s3://bucket/any")
@@ -659,7 +612,7 @@ PORTAL = b"\n <!DOCTYPE html><html><body>Please log in</body></html>"
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_login_page_instead_of_the_cache_is_named(s3: S3, cache: Path, tmp_path: Path) -> None:
+def test_a_login_page_instead_of_the_cache_is_named(s3: ObjectStore, cache: Path, tmp_path: Path) -> None:
     (cache / "shards" / "shard-0.safetensors").write_bytes(PORTAL)
     store = RemoteStore(s3.put(cache), tmp_path / "kept", 10**6)
     with pytest.raises(UserError, match=r"shard-0.safetensors is an HTML page instead of the file: a login page or a"):
@@ -671,7 +624,7 @@ def test_a_login_page_instead_of_the_cache_is_named(s3: S3, cache: Path, tmp_pat
     assert "sd3-light cache" not in text
 
 
-def test_no_credentials(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_credentials(s3: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     text = error_of("s3://bucket/any")
@@ -679,7 +632,7 @@ def test_no_credentials(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_wrong_endpoint(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_endpoint(s3: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     text = error_of("s3://bucket/any")
     assert text.startswith("cannot read s3://bucket/any/manifest.json (Could not connect to the endpoint URL")

@@ -1,0 +1,32 @@
+"""SD3 denoisers in which every weight matters, and their output for fixed inputs."""
+
+from typing import Any
+
+import torch
+from diffusers import SD3Transformer2DModel
+from torch import Tensor
+
+from sd3_light.families.sd3.random_weights import new_transformer
+
+
+def live_denoiser(config: dict[str, Any], seed: int = 0) -> SD3Transformer2DModel:
+    """Return a denoiser whose gates and output, zero before training, have values."""
+    transformer = new_transformer(config, seed)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in transformer.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return transformer.eval()
+
+
+@torch.no_grad()
+def output(transformer: SD3Transformer2DModel) -> Tensor:
+    config, generator = transformer.config, torch.Generator().manual_seed(3)
+    result: Tensor = transformer(
+        hidden_states=torch.randn(2, 16, 8, 8, generator=generator),
+        timestep=torch.tensor([10.0, 800.0]),
+        encoder_hidden_states=torch.randn(2, 5, config.joint_attention_dim, generator=generator),
+        pooled_projections=torch.randn(2, config.pooled_projection_dim, generator=generator),
+        return_dict=False,
+    )[0]
+    return result
