@@ -1,5 +1,6 @@
 """A fake project and pipelines that tests of several rooms use; what they import is imported on first use."""
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,3 +46,13 @@ def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exports are not loaded again and compared, which takes seconds."""
     monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
     monkeypatch.setattr("sd3_light.export.adapter_folder.prove_adapter", lambda *_: {})
+
+
+@pytest.fixture
+def limit_file_size() -> Iterator[Callable[[int], None]]:
+    """Return a function that limits the size of this process's files, which acts like a full disk."""
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)

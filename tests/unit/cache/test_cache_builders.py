@@ -2,10 +2,8 @@
 
 import multiprocessing
 import os
-import random
 import resource
 import signal
-import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -82,31 +80,6 @@ def test_two_runs_with_different_configs_do_not_interfere(fresh_project: Project
     assert report.encoded == 0
     loaded = fresh_project.load()
     assert open_cache(loaded.dataset, loaded.train, Launch()).manifest.counts["used"] == 40
-
-
-@pytest.mark.slow  # one kill is tested below, and in test_cache.py
-def test_a_builder_killed_at_ten_random_times_produces_the_same_shards(
-    fresh_project: Project, cached_project: Project, tmp_path: Path
-) -> None:
-    timed = fresh_project.copy(tmp_path / "timed")
-    started = time.monotonic()
-    join([start(build, timed)])
-    duration = time.monotonic() - started
-    times = random.Random(5)
-    expected = set(shards(cached_project))
-    for _ in range(10):
-        process = start(build, fresh_project)
-        time.sleep(times.uniform(0.05, 0.9) * duration)
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-        folder = fresh_project.cache / "shards"
-        if folder.is_dir():
-            # every shard with a final name is complete
-            assert {path.name for path in folder.glob("*.safetensors")} <= expected
-            assert shards(fresh_project).items() <= shards(cached_project).items()
-    join([start(build, fresh_project)])
-    assert shards(fresh_project) == shards(cached_project)
-    assert_valid(fresh_project)
 
 
 def test_the_units_of_a_killed_builder_are_taken_over(fresh_project: Project, cached_project: Project) -> None:

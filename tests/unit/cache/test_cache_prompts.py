@@ -16,7 +16,6 @@ from sd3_light.data.manifest import Manifest
 from sd3_light.data.prompt_features import PROMPTS_FOLDER, prompt_file, read_prompt
 from sd3_light.engines import Launch
 from sd3_light.families.sd3.encoders import FrozenParts
-from sd3_light.train import verb as train
 from sd3_light.world import write_dataset
 from tests.cases import combinations
 from tests.project import Project
@@ -115,7 +114,9 @@ def test_a_changed_prompt_is_encoded_and_the_old_one_can_be_pruned(
 def test_the_file_name_depends_on_all_text_settings(project: Project, key: str) -> None:
     current = recipe(project)
     assert prompt_file("a", current) != prompt_file("a", {**current, key: "other"})
-    assert prompt_file("a", current) == prompt_file("a", {**current, "vae": "other", "preprocess": "other"})
+    assert prompt_file("a", current) == prompt_file(
+        "a", {**current, "vae": "other", "preprocess": 0, "vae_dtype": "float16"}
+    )
 
 
 @pytest.mark.parametrize(
@@ -189,15 +190,3 @@ def test_a_cache_at_a_url_is_read_and_not_written(project: Project) -> None:
     assert read_prompt(url, PROMPTS[1], current) is None
     project.build_cache(*sampling(*PROMPTS), f'cache_dir="{url}"')
     assert files(project) == names(project, PROMPTS[0])
-
-
-def test_a_run_samples_its_grids_without_text_encoders(
-    project: Project, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys = (*sampling(*PROMPTS), "sampling.steps=2", "max_steps=2", "checkpoint_every_n_steps=2")
-    project.build_cache(*keys)
-    request.getfixturevalue("no_encoders")
-    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
-    train.run(project.load(*keys))
-    (event,) = project.events("sample")
-    assert (project.run / event["file"]).is_file()

@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from types import SimpleNamespace
@@ -699,8 +698,8 @@ def test_an_image_that_cannot_be_decoded_takes_its_caption_with_it(project: Proj
 # --- another family -------------------------------------------------------------------------------
 
 
-class MadeUpEncoding(Encoding):
-    """One text encoder and two networks for images."""
+class EditEncoding(Encoding):
+    """One text encoder, which sees the image, and two networks for images."""
 
     folders = ("vae", "text_encoder", "tokenizer")
     text_encoders = ("words",)
@@ -724,46 +723,12 @@ class MadeUpEncoding(Encoding):
             Column("latents", "image", "float32", (4, *latent), ("vae",)),
             Column("features", "image", "float16", (6,), ("vae",)),
             Column("mask", "mask", "uint8", latent, ()),
-            Column("words", "caption", "float32", (self.length, 3), text, settings={"words": self.length}),
+            Column("words", "caption+image", "float32", (self.length, 3), text, settings={"words": self.length}),
             Column("score", "caption", "float16", (), ("text_encoder",)),
         )
 
 
-@pytest.fixture
-def encoding(log: Path, monkeypatch: pytest.MonkeyPatch) -> MadeUpEncoding:
-    encoding = MadeUpEncoding(log)
-    monkeypatch.setattr(registry, "family_named", lambda name: stand_in(encoding))
-    return encoding
-
-
-def test_another_family_encodes_only_what_changed(
-    encoding: MadeUpEncoding, fresh_project: Project, log: Path, tmp_path: Path
-) -> None:
-    _, calls = update(fresh_project, log)
-    assert calls.images == NUM_IMAGES
-    assert calls.columns == {"words", "score"}
-    assert update(fresh_project, log)[1].captions == []
-    change_caption(fresh_project)
-    change_image(fresh_project, "000030.png")
-    several = fresh_project.copy(tmp_path / "several")
-    _, calls = update(fresh_project, log)
-    assert (calls.images, calls.captions) == (1, ["something else"])
-    join([start(build, several, rank, 3) for rank in range(3)])
-    log.unlink()
-    assert shards(several) == shards(fresh_project)
-    encoding.length = 4
-    _, calls = update(fresh_project, log)
-    assert (calls.images, calls.columns) == (0, {"words"})
-    rename(fresh_project, "000007.png", "new.png")
-    _, calls = update(fresh_project, log)
-    assert (calls.images, calls.captions) == (0, [])
-    manifest = Manifest.load(fresh_project.cache)
-    reader = ShardReader(fresh_project.cache / SHARDS / manifest.shards[0].file, manifest.shards[0])
-    assert [column.name for column in reader.columns] == ["latents", "features", "words", "score"]
-    assert reader.fingerprints == {name: manifest.recipe["columns"][name] for name in reader.fingerprints}
-
-
-def stand_in(encoding: MadeUpEncoding) -> Any:
+def stand_in(encoding: EditEncoding) -> Any:
     return SimpleNamespace(
         encoding=encoding,
         columns=encoding.columns,
@@ -771,14 +736,6 @@ def stand_in(encoding: MadeUpEncoding) -> Any:
         reference_bucket=lambda bucket: bucket,
         texts_see_references=False,
     )
-
-
-class EditEncoding(MadeUpEncoding):
-    """Its text encoder sees the image."""
-
-    def columns(self, model: Any, folder: Path, bucket: Bucket) -> tuple[Column, ...]:
-        columns = super().columns(model, folder, bucket)
-        return tuple(replace(column, reads="caption+image") if column.name == "words" else column for column in columns)
 
 
 def test_captions_are_encoded_with_their_images(
@@ -808,6 +765,10 @@ def test_captions_are_encoded_with_their_images(
     with fake_ray.installed_ray(CPU=3.0):
         update(cluster, log, "caching_num_workers=0", ray="", ray_actors=2)
     assert shards(several) == shards(cluster) == shards(fresh_project)
+    manifest = Manifest.load(fresh_project.cache)
+    reader = ShardReader(fresh_project.cache / SHARDS / manifest.shards[0].file, manifest.shards[0])
+    assert [column.name for column in reader.columns] == ["latents", "features", "words", "score"]
+    assert reader.fingerprints == {name: manifest.recipe["columns"][name] for name in reader.fingerprints}
 
     encoding.length = 4
     _, calls = update(fresh_project, log)

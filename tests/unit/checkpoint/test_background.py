@@ -1,8 +1,7 @@
 """Background saving: copies, the worker thread, and the keeper with one process."""
 
-import resource
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -184,14 +183,6 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     keeper.close()
     assert [result.step for result in keeper.poll()] == [1, 2, 3, 4]
     assert sorted(path.name for path in tmp_path.iterdir()) == [checkpoint_name(3), checkpoint_name(4)]
-
-
-@pytest.fixture
-def limit_file_size() -> Iterator[Callable[[int], None]]:
-    """Return a function that limits the size of files, which acts like a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_failed_save_is_reported_and_the_next_works(tmp_path: Path, limit_file_size: Callable[[int], None]) -> None:

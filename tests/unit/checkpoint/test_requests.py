@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,14 +16,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [1000.0]
     monkeypatch.setattr(requests_module.time, "monotonic", lambda: now[0])
     return now
-
-
-@pytest.fixture(autouse=True)
-def _restored_handlers() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in requests_module.SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def poll(requests: RunRequests) -> tuple[bool, bool]:

@@ -91,11 +91,6 @@ def test_a_replica_is_written_by_one_rank(tmp_path: Path) -> None:
     assert note["bytes"] == (tmp_path / "rank-00003.safetensors").stat().st_size < 200
 
 
-def test_names_sort_by_step() -> None:
-    sorted_names = [checkpoint_name(step) for step in (1, 9, 10, 99, 100, 12_345, 10_000_000)]
-    assert sorted_names == sorted(sorted_names)
-
-
 # --- exactly once ------------------------------------------------------------------------------
 
 

@@ -22,6 +22,8 @@ from sd3_light.optim.ema import Averages
 from sd3_light.randomness import fill_normals, occurrence_words, streams
 from sd3_light.train.teacher import teach_by_average
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CPU = torch.device("cpu")
 WIDTH, SIDE = 6, 4
 
@@ -53,11 +55,6 @@ class Model(TrainedModel):
         self.passes += 1
         out, after = self.denoiser(batch["noisy"], batch["t"])
         return Prediction(out, {tap: after[tap - 1] for tap in taps})
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def make(*parts: Objective, **keys: Any) -> tuple[Model, TorchEngine]:

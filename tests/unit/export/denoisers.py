@@ -12,7 +12,7 @@ from sd3_light.families.sd3.random_weights import new_transformer
 def live_denoiser(config: dict[str, Any], seed: int = 0) -> SD3Transformer2DModel:
     """Return a denoiser whose gates and output, zero before training, have values."""
     transformer = new_transformer(config, seed)
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in transformer.parameters():
             parameter += 0.05 * torch.randn(parameter.shape, generator=generator)

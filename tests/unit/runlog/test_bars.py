@@ -24,11 +24,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-@pytest.fixture(autouse=True)
-def _main(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sd3_light.runlog.console._main_process", True)
-
-
 def use_console(monkeypatch: pytest.MonkeyPatch, terminal: bool, width: int = 100) -> io.StringIO:
     screen = io.StringIO()
     console = Console(

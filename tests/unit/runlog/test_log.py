@@ -3,9 +3,8 @@
 import io
 import json
 import math
-import resource
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,6 @@ from PIL import Image
 from sd3_light.config.faults import UserError
 from sd3_light.runlog import RunLog, info, is_main_process, read_log, set_main_process
 from sd3_light.runlog.log import parse_event
-
-
-@pytest.fixture(autouse=True)
-def _main(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sd3_light.runlog.console._main_process", True)
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
@@ -145,14 +139,6 @@ def test_threads_write_complete_lines(tmp_path: Path) -> None:
     with RunLog(tmp_path, tensorboard=False) as log, ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda step: log.event("checkpoint", step=step, text="x" * 20_000), range(200)))
     assert sorted(event["step"] for event in events(tmp_path)) == list(range(200))
-
-
-@pytest.fixture
-def limit_file_size() -> Iterator[Callable[[int], None]]:
-    """Return a function that limits the file size of this process, which acts like a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_lines_stay_in_memory_while_the_disk_is_full(

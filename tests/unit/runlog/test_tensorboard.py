@@ -12,11 +12,6 @@ from sd3_light.runlog import RunLog
 from sd3_light.runlog.tensorboard import LARGEST_SIDE, shrink
 
 
-@pytest.fixture(autouse=True)
-def _main(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sd3_light.runlog.console._main_process", True)
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Control the time: event files are read in the order of their names, which start with the second."""
