@@ -277,20 +277,9 @@ def test_the_state_table_lists_all_kinds(project: Project) -> None:
         assert word in text, text
 
 
-def test_orphans_are_kept_until_pruned(project: Project) -> None:
-    old = shard_of(project, "000007.png")
-    change_caption(project)
-    project.build_cache()
-    assert (project.cache / "shards" / old).is_file(), "another run may still read it"
-    project.build_cache(prune=True)
-    assert not (project.cache / "shards" / old).exists()
-    listed = {Path(file).stem for file in shard_files(project)}
-    assert {path.name.split(".")[0] for path in (project.cache / "shards").iterdir()} - listed == {
-        Path(Manifest.load(project.cache).empty.file).stem
-    }
-
-
-def test_shards_are_pruned_before_the_files_beside_them(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orphans_are_kept_until_pruned_shards_before_the_files_beside_them(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A killed prune leaves no shard without its entry, which would be unknown to every later run."""
     deleted: list[str] = []
     real = BuildFolder.delete
@@ -300,8 +289,14 @@ def test_shards_are_pruned_before_the_files_beside_them(project: Project, monkey
         real(self, paths)
 
     monkeypatch.setattr(BuildFolder, "delete", delete)
+    old = shard_of(project, "000007.png")
     change_caption(project)
+    project.build_cache()
+    assert (project.cache / "shards" / old).is_file(), "another run may still read it"
+    assert deleted == []
     project.build_cache(prune=True)
+    listed = {Path(file).stem for file in (*shard_files(project), Manifest.load(project.cache).empty.file)}
+    assert {path.name.split(".")[0] for path in (project.cache / "shards").iterdir()} == listed
     shards = deleted.count(".safetensors")
     assert 0 < shards < len(deleted)
     assert set(deleted[:shards]) == {".safetensors"}
@@ -323,26 +318,20 @@ def damage(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
 
 
-def test_verify_finds_and_repairs_damage(project: Project) -> None:
+def test_verify_repairs_shards_their_tables_and_the_empty_caption(project: Project) -> None:
     before = contents(project)
     damage(project.cache / "shards" / shard_files(project)[3])
     project.build_cache()
     assert contents(project) != before, "a run without --verify does not hash shards of the right size"
+    for path in project.cache.glob("shards/images*.arrow"):
+        path.write_bytes(b"")
     project.build_cache(verify=True)
     assert contents(project) == before
-
-
-def test_a_damaged_empty_caption_is_encoded_again(project: Project) -> None:
-    before = contents(project)
-    path = project.cache / "shards" / Manifest.load(project.cache).empty.file
-    damage(path)
+    damage(project.cache / "shards" / Manifest.load(project.cache).empty.file)
     with pytest.raises(UserError, match="damaged"):
         open_dataset(project).empty_text()
     project.build_cache()
-    assert contents(project) == before
-    damage(path)
-    project.build_cache(verify=True)
-    assert contents(project) == before
+    assert contents(project) == before, "reading it has marked it"
 
 
 METADATA = {
@@ -361,14 +350,6 @@ def test_damaged_metadata_is_rebuilt(project: Project, name: str, content: bytes
     before = contents(project)
     next(project.cache.glob(name)).write_bytes(content)
     project.build_cache()
-    assert contents(project) == before
-
-
-def test_verify_repairs_a_damaged_table_of_a_shard(project: Project) -> None:
-    before = contents(project)
-    for path in project.cache.glob("shards/images*.arrow"):
-        path.write_bytes(b"")
-    project.build_cache(verify=True)
     assert contents(project) == before
 
 
@@ -452,16 +433,13 @@ def test_a_cache_of_an_earlier_format_is_encoded_again(
     assert len(epoch_of(fresh_project)) > 0
 
 
-def test_trust_ignores_the_sources(project: Project, no_encoding: None) -> None:
+def test_trust_ignores_the_sources_and_rejects_another_encoder_or_text_length(
+    project: Project, tmp_path: Path, no_encoding: None
+) -> None:
     (project.images / "000003.png").unlink()
     before = contents(project)
     assert project.build_cache(trust=True) == []
     assert contents(project) == before
-
-
-def test_trust_rejects_a_cache_of_another_encoder_or_text_length(
-    project: Project, tmp_path: Path, no_encoding: None
-) -> None:
     with pytest.raises(UserError, match=r"built with t5_max_length = 16, the config says 12; run without --trust"):
         project.build_cache("model.t5_max_length=12", trust=True)
     model = Path(shutil.copytree(project.model, tmp_path / "other"))

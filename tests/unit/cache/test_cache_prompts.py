@@ -81,26 +81,20 @@ def test_a_prompt_that_is_cut_is_named_when_it_is_encoded(project: Project, caps
 
 
 @pytest.mark.usefixtures("no_encoders")
-def test_without_prompts_nothing_is_encoded_or_written(project: Project) -> None:
+def test_without_prompts_and_in_a_dry_run_nothing_is_encoded_or_written(project: Project) -> None:
     project.build_cache()
+    project.build_cache(*sampling(*PROMPTS), dry_run=True)
+    project.build_cache(*sampling(*PROMPTS), dry_run=True, trust=True)
     assert not (project.cache / PROMPTS_FOLDER).exists()
 
 
-def test_cached_prompts_are_not_encoded_again(
-    project: Project, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
-) -> None:
-    project.build_cache(*sampling(*PROMPTS))
-    request.getfixturevalue("no_encoders")
-    capsys.readouterr()
-    project.build_cache(*sampling(*reversed(PROMPTS)))
-    assert "encoding" not in capsys.readouterr().err
-
-
-def test_a_changed_prompt_is_encoded_and_the_old_one_can_be_pruned(
+def test_a_changed_prompt_alone_is_encoded_and_the_old_one_can_be_pruned(
     project: Project, capsys: pytest.CaptureFixture[str]
 ) -> None:
     project.build_cache(*sampling(*PROMPTS))
     capsys.readouterr()
+    project.build_cache(*sampling(*reversed(PROMPTS)))
+    assert "encoding" not in capsys.readouterr().err
     project.build_cache(*sampling(PROMPTS[0], "three stars"))
     output = capsys.readouterr().err
     assert "encoding 1 prompt of" in output
@@ -144,12 +138,6 @@ def test_prompts_are_added_to_a_trusted_cache_if_it_is_writable(
     assert files(project) == names(project, *PROMPTS)
 
 
-def test_a_dry_run_encodes_no_prompts(project: Project) -> None:
-    project.build_cache(*sampling(*PROMPTS), dry_run=True)
-    project.build_cache(*sampling(*PROMPTS), dry_run=True, trust=True)
-    assert not (project.cache / PROMPTS_FOLDER).exists()
-
-
 def test_other_processes_wait_for_the_main_one(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """They encode no prompts, and continue as soon as the last file exists."""
     loaded = project.load(*sampling(*PROMPTS))
@@ -160,14 +148,11 @@ def test_other_processes_wait_for_the_main_one(project: Project, monkeypatch: py
         cache.run(loaded, Launch(0, 0, 2))  # the main process, meanwhile
 
     monkeypatch.setattr(shard_builder, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+    with pytest.raises(UserError, match="sd3_manifest_timeout_sec"):
+        stage_prompts.wait_for_prompts(project.cache, PROMPTS, recipe(project), timeout=0)
     cache.run(loaded, Launch(1, 1, 2))
     assert len(sleeps) == 1
     assert files(project) == names(project, *PROMPTS)
-
-
-def test_waiting_times_out(project: Project) -> None:
-    with pytest.raises(UserError, match="sd3_manifest_timeout_sec"):
-        stage_prompts.wait_for_prompts(project.cache, PROMPTS, recipe(project), timeout=0)
 
 
 def test_evaluation_sets_have_separate_caches_without_prompts(project: Project) -> None:

@@ -6,7 +6,7 @@ import os
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ import sd3_light
 from sd3_light.cache import verb as cache
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
-from sd3_light.families.sd3.encoding import SD3Encoding
 from tests import fake_ray
 from tests.fake_ray import FakeRay
 from tests.project import Project, with_nan
@@ -224,20 +223,6 @@ def test_failed_starts_before_a_success_are_forgotten(ray: FakeRay, monkeypatch:
 # --- what stops the run ---------------------------------------------------------------------------
 
 
-def test_a_full_disk_of_a_node_is_not_a_poison_unit(
-    fresh_project: Project, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from sd3_light.cache import ray_encoder
-
-    def full(*_: Any) -> Any:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/scratch/ray-1")
-
-    monkeypatch.setattr(ray_encoder, "open_unit_folder", full)
-    with pytest.raises(UserError, match=r"No space left on device \(/scratch/ray-1\); free.*\(on the node \S+\)"):
-        build(fresh_project)
-    assert not (fresh_project.cache / "rejects.jsonl").exists()
-
-
 def test_a_full_object_store_is_not_a_poison_unit(fresh_project: Project, ray: FakeRay) -> None:
     def fill(name: str, args: Sequence[Any]) -> None:
         if name == "decode images":
@@ -269,15 +254,36 @@ def test_a_node_without_the_sources_is_named(
     assert not list(fresh_project.cache.glob("shards/*"))
 
 
-def test_any_error_of_a_start_names_the_node(
-    fresh_project: Project, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def fails_with(error: Exception) -> Callable[..., Any]:
     def fail(*_: Any) -> Any:
-        raise RuntimeError("CUDA driver version\nis insufficient")
+        raise error
 
-    monkeypatch.setattr(SD3Encoding, "encoders", fail)
-    with pytest.raises(UserError, match=r"RuntimeError: CUDA driver version is insufficient.* \(on the node \S+\)$"):
+    return fail
+
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/scratch/ray-1")
+CUDA = RuntimeError("CUDA driver version\nis insufficient")
+
+
+@pytest.mark.parametrize(
+    ("name", "broken", "message"),
+    [
+        ("cache.ray_encoder.open_unit_folder", fails_with(FULL), r"No space left on device \(/scratch/ray-1\); free.*"),
+        (
+            "families.sd3.encoding.SD3Encoding.encoders",
+            fails_with(CUDA),
+            r"RuntimeError: CUDA driver version is insuf.*",
+        ),
+        ("cache.ray_encoder.make_recipe", lambda *_: {"vae": "x"}, r"another format than on the driver's node; copy.*"),
+    ],
+)
+def test_an_error_of_every_unit_is_no_poison_and_names_the_node(
+    fresh_project: Project, ray: FakeRay, monkeypatch: pytest.MonkeyPatch, name: str, broken: Any, message: str
+) -> None:
+    monkeypatch.setattr(f"sd3_light.{name}", broken)
+    with pytest.raises(UserError, match=rf"{message}\(on the node \S+\)$"):
         build(fresh_project)
+    assert not (fresh_project.cache / "rejects.jsonl").exists()
 
 
 def test_an_error_of_a_node_names_it(fresh_project: Project, ray: FakeRay, tmp_path: Path) -> None:
@@ -285,16 +291,6 @@ def test_an_error_of_a_node_names_it(fresh_project: Project, ray: FakeRay, tmp_p
     with pytest.raises(UserError, match=r"returned NaN or infinity.* \(on the node \S+\)"):
         build(fresh_project, f"model.diffusers_path={broken}")
     assert ray.num_killed > 0
-
-
-def test_nodes_with_other_encoders_are_refused(
-    fresh_project: Project, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from sd3_light.cache import ray_encoder
-
-    monkeypatch.setattr(ray_encoder, "make_recipe", lambda *_: {"vae": "other weights"})
-    with pytest.raises(UserError, match=r"another format than on the driver's node; copy the same model folder"):
-        build(fresh_project)
 
 
 def test_a_folder_that_is_not_shared_is_refused(

@@ -271,16 +271,13 @@ def test_a_new_caption_of_several_samples_is_encoded_once_per_shard(project: Pro
     assert calls.images == 0
 
 
-def test_a_renamed_image_encodes_nothing(project: Project, log: Path) -> None:
+def test_a_renamed_image_and_another_shard_size_encode_nothing(project: Project, log: Path) -> None:
     before = values_of(project)
     rename(project, "000007.png", "another name.png")
     _, calls = update(project, log)
     assert (calls.images, calls.captions) == (0, [])
     after = {name: sample for (_, name), sample in values_of(project).items()}
     assert after["another name.png"] == next(sample for (_, name), sample in before.items() if name == "000007.png")
-
-
-def test_other_shard_sizes_encode_nothing(project: Project, log: Path) -> None:
     before = values_of(project)
     report, calls = update(project, log, "sd3_shard_size=3")
     assert (calls.images, calls.captions) == (0, [])

@@ -179,11 +179,6 @@ def test_a_folder_without_images_can_be_captioned_later(model: Path, tmp_path: P
     assert list(read_table(data)) == ["new.png"]
 
 
-def test_an_unknown_dtype_is_refused_before_anything_is_read(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--dtype int8: use auto, float32, bfloat16 or float16"):
-        caption.run(tmp_path / "none.toml", "no model", CaptionOptions(dtype="int8"))
-
-
 def test_other_settings_need_a_restart(model: Path, data: Path) -> None:
     caption.run(data, str(model), SHORT)
     with pytest.raises(
@@ -216,7 +211,9 @@ def test_pickles_and_other_folders_are_refused(model: Path, data: Path, tmp_path
     assert not (data.parent / "images" / caption.DONE).exists()
 
 
-def test_tars_and_columns_are_refused_before_a_model_is_loaded(data: Path) -> None:
+def test_tars_columns_and_dtypes_are_refused_before_a_model_is_loaded(data: Path) -> None:
+    with pytest.raises(UserError, match="--dtype int8: use auto, float32, bfloat16 or float16"):
+        caption.run(data.with_name("none.toml"), "no model", CaptionOptions(dtype="int8"))
     data.write_text('resolutions = [64]\ncaption_column = ["a", "b"]\n[[directory]]\npath = "images"\n')
     with pytest.raises(UserError, match="caption_column names several columns"):
         caption.run(data, "no model", SHORT)

@@ -180,7 +180,7 @@ def test_an_inverted_mask_is_the_rest(text_model: Path, data: Path) -> None:
     assert all(np.array_equal(found[name], 255 - rest[name]) for name in NAMES)
 
 
-def test_an_image_without_the_object_gets_no_mask(text_model: Path, data: Path) -> None:
+def test_an_image_without_the_object_gets_no_mask_and_a_folder_needs_no_toml(text_model: Path, data: Path) -> None:
     (report,) = mask.run(data, str(text_model), replace(TEXT, threshold=1.0))
     assert report.written.written == 0
     assert set(rejects_of(report.written.folder).values()) == {"empty_mask", "not_an_image"}
@@ -188,9 +188,6 @@ def test_an_image_without_the_object_gets_no_mask(text_model: Path, data: Path) 
     assert (report.written.written, rejects_of(report.written.folder)) == (6, {"broken.png": "not_an_image"})
     (report,) = mask.run(data, str(text_model), replace(TEXT, threshold=1.0), overwrite=True)
     assert (report.written.written, masks_of(report.written.folder)) == (0, {})
-
-
-def test_a_folder_needs_no_dataset_toml(text_model: Path, data: Path) -> None:
     (report,) = mask.run(data.parent / "images", str(text_model), replace(TEXT, threshold=0.0))
     assert (report.written.folder, report.is_named) == (data.parent / "images-masks", False)
     assert len(masks_of(report.written.folder)) == 6
@@ -226,11 +223,15 @@ def test_what_cannot_be_used_is_named(
     text_model: Path, save_classes: Callable[..., Path], data: Path, tmp_path: Path
 ) -> None:
     sky = save_classes("sky", "wall")
+    other = tmp_path / "oneformer"
+    transformers.OneFormerConfig().save_pretrained(other)
+    save_file({}, other / "model.safetensors")
     for model, options, message in (
         (sky, MaskOptions(), "it has no class `background`; pass --prompt with classes such as sky, wall"),
         (sky, MaskOptions(("sy",)), "no such class; it has sky"),
         (text_model, MaskOptions(), 'pass --prompt "a dog"'),
         (tmp_path / "none", TEXT, "none"),
+        (other, MaskOptions(), "a oneformer; use a CLIPSeg, or a model with classes"),
         (DEMO / "text_encoder", TEXT, "not a usable segmentation model: a clip_text_model; use a CLIPSeg"),
     ):
         with pytest.raises(UserError, match=message.replace("(", r"\(")):
@@ -273,10 +274,3 @@ def test_the_command_names_empty_and_full_masks_and_shows_some(
     shown = page.read_text()
     assert shown.count("<article") == 5
     assert "tinted: excluded from training" in shown
-
-
-def test_a_model_that_needs_another_input_is_refused(data: Path, tmp_path: Path) -> None:
-    transformers.OneFormerConfig().save_pretrained(tmp_path / "oneformer")
-    save_file({}, tmp_path / "oneformer/model.safetensors")
-    with pytest.raises(UserError, match="a oneformer; use a CLIPSeg, or a model with classes"):
-        mask.run(data, str(tmp_path / "oneformer"), MaskOptions())

@@ -30,15 +30,12 @@ def test_a_folder_without_a_class_is_sd3(tmp_path: Path) -> None:
     assert family_of_folder(tmp_path) is family_named("sd3")
 
 
-def test_a_file_that_is_not_json_is_named(tmp_path: Path) -> None:
-    (tmp_path / "model_index.json").write_text("{")
-    with pytest.raises(UserError, match=r"model_index.json cannot be read .*; download or write the folder again"):
-        family_of_folder(tmp_path)
-
-
-def test_an_unknown_class_is_named(tmp_path: Path) -> None:
+def test_an_unknown_class_and_a_file_that_is_not_json_are_named(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "NoPipeline"}))
     with pytest.raises(UserError, match=r"model_index.json describes a 'NoPipeline', which is of no known family"):
+        family_of_folder(tmp_path)
+    (tmp_path / "model_index.json").write_text("{")
+    with pytest.raises(UserError, match=r"model_index.json cannot be read .*; download or write the folder again"):
         family_of_folder(tmp_path)
 
 

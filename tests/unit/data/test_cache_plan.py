@@ -361,22 +361,6 @@ def test_removing_an_empty_mask_renames_its_unit(images: Path, cache: Path, tmp_
     assert unit_of(plan_for(cache, keys), "15.png") != unit_of(before, "15.png")
 
 
-# --- rejects -------------------------------------------------------------------------------------
-
-
-def test_rejects_are_reported_and_the_rest_is_used(images: Path, cache: Path) -> None:
-    (images / "03.png").write_bytes(b"no image")
-    (images / "06.png").write_bytes(b"")
-    (images / "08.txt").unlink()
-    plan = plan_for(cache, images)
-    expected = {"03.png": "not_an_image", "06.png": "empty_file", "08.png": "no_caption"}
-    assert {row.key.rsplit("/", 1)[1]: row.reason for row in plan.rejected()} == expected
-    assert plan.counts.rejected == Counter(expected.values())
-    assert plan.counts.images == 27
-    used = [name for unit in sort_units(plan.units) for name in sample_names(plan, unit)]
-    assert used == [f"{number:02}.png" for number in range(30) if f"{number:02}.png" not in expected]
-
-
 def test_fingerprints_keep_their_parts_apart() -> None:
     """The end of one part and the begin of the next cannot be exchanged."""
     rows = [InputRow(key, digest=digest) for key, digest in (("k1", "2d"), ("k12", "d"))]

@@ -159,13 +159,15 @@ def test_the_cache_is_held_in_memory(data: CachedDataset) -> None:
     text = wide.text
     assert (text.fixed.keys(), text.tokens.keys()) == ({"style"}, {"words", "glyphs"})
     for sample, number in enumerate(wide.ids.tolist()):
-        assert wide.images["depth"][wide.first_image[sample] + 1].unique().tolist() == [2 * number + 1]
-        caption = int(wide.captions[wide.first_caption[sample]])
-        assert text.fixed["style"][caption].tolist() == [2 * number] * 2
-        for name, count in rows_of(2 * number).items():
-            start, end = text.starts[name][caption : caption + 2]
-            assert end - start == count
-            assert (text.tokens[name][start:end].float() == 2 * number).all()
+        images = wide.images["depth"][wide.first_image[sample] : wide.first_image[sample + 1]]
+        assert images[:, 0, 0].tolist() == [2 * number, 2 * number + 1]
+        captions = wide.captions[wide.first_caption[sample] : wide.first_caption[sample + 1]]
+        for value, caption in enumerate(captions.tolist(), start=2 * number):
+            assert text.fixed["style"][caption].tolist() == [value] * 2
+            for name, count in rows_of(value).items():
+                start, end = text.starts[name][caption : caption + 2]
+                assert end - start == count
+                assert (text.tokens[name][start:end].float() == value).all()
     assert not text.tokens["words"][text.zero_row("words")].any()
     assert np.diff(text.starts["words"])[text.empty] == 1
 

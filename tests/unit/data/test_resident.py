@@ -26,29 +26,6 @@ def tensors(bucket: ResidentBucket) -> list[torch.Tensor]:
     return [*bucket.images.values(), *masks, *bucket.text.tokens.values(), *bucket.text.fixed.values()]
 
 
-@pytest.mark.parametrize("real", [False, True])
-def test_tables_hold_every_image_and_caption_of_a_sample(make_cache: MakeCache, real: bool) -> None:
-    (bucket,) = ResidentCache(make_cache(captions=2, variants=2, mask=True, real=real), CPU).buckets
-    assert bucket.ids.tolist() == list(range(1, 13))
-    assert bucket.first_sample.tolist() == [0, 5, 8, 12]
-    text = bucket.text
-    for sample, number in enumerate(bucket.ids.tolist()):
-        images = bucket.images["moments"][bucket.first_image[sample] : bucket.first_image[sample + 1]]
-        assert images[:, 0, 0, 0].tolist() == [10 * number, 10 * number + 1]
-        captions = bucket.captions[bucket.first_caption[sample] : bucket.first_caption[sample + 1]]
-        for caption, distinct in enumerate(captions.tolist()):
-            for name, starts in text.starts.items():
-                rows = text.tokens[name][starts[distinct] : starts[distinct + 1]]
-                assert rows[:, :2].tolist() == [[number, caption]] * len(rows)
-            for pooled in text.fixed.values():
-                assert pooled[distinct, :2].tolist() == [number, caption]
-    for name, starts in text.starts.items():
-        assert len(starts) == text.empty + 2, "the empty caption is the last"
-        assert not text.tokens[name][text.zero_row(name)].any()
-        assert len(text.tokens[name]) == text.zero_row(name) + 1
-    assert all(len(pooled) == text.empty + 2 and not pooled[-1].any() for pooled in text.fixed.values())
-
-
 def test_shards_of_a_bucket_may_differ_in_flips_and_masks(
     tmp_path: Path, make_content: Callable[..., object], make_shard: Callable[..., object]
 ) -> None:

@@ -44,10 +44,7 @@ def test_the_memory_needed_is_exact() -> None:
     # memory for one 1024x1024 image is reserved even for small batches
     assert all_fit([0], 1, 5 * GIB)
     assert not all_fit([0], 1, 5 * GIB - 1)
-
-
-def test_unknown_free_memory_counts_as_enough() -> None:
-    assert all_fit(SD3, 32, None)
+    assert all_fit(SD3, 32, None), "unknown memory counts as enough"
 
 
 def test_free_host_memory_is_reported_by_the_system() -> None:
@@ -68,13 +65,7 @@ def test_weight_bytes_equal_those_of_the_loaded_model(demo_parts: Path) -> None:
             assert weight_bytes(demo_parts / folder, dtype) == loaded, (name, dtype)
 
 
-def test_a_variant_beside_the_weights_is_not_counted(tmp_path: Path) -> None:
-    save_file({"a": torch.zeros(3, 5)}, tmp_path / "model.safetensors")
-    save_file({"a": torch.zeros(3, 5).half()}, tmp_path / "model.fp16.safetensors")
-    assert weight_bytes(tmp_path, torch.float32) == 60
-
-
-def test_sharded_weights_are_counted_once(tmp_path: Path) -> None:
+def test_weights_are_counted_once_without_their_variants(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(3, 5), "b": torch.zeros(2)}, tmp_path / "model-00001-of-00002.safetensors")
     save_file({"c": torch.zeros(7)}, tmp_path / "model-00002-of-00002.safetensors")
     save_file({"c": torch.zeros(70)}, tmp_path / "model.fp16-00001-of-00001.safetensors")
@@ -83,6 +74,10 @@ def test_sharded_weights_are_counted_once(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(f'{{"weight_map": {{{index}}}}}')
     (tmp_path / "model.safetensors.index.fp16.json").write_text("{}")
     assert weight_bytes(tmp_path, torch.bfloat16) == 48
+    (tmp_path / "whole").mkdir()
+    save_file({"a": torch.zeros(3, 5)}, tmp_path / "whole" / "model.safetensors")
+    save_file({"a": torch.zeros(3, 5).half()}, tmp_path / "whole" / "model.fp16.safetensors")
+    assert weight_bytes(tmp_path / "whole", torch.float32) == 60
 
 
 # --- the modules -----------------------------------------------------------------------------------

@@ -7,9 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import AutoencoderKL
 
-from sd3_light.assets import DEMO
 from sd3_light.encoding.vae import LatentScale, draw_latent, load_vae, raw_moments, tf32_convolutions
 from sd3_light.world import draw_image
 
@@ -33,19 +31,6 @@ def test_moments_equal_those_of_the_stock_encoder(stock: Any, demo_parts: Path, 
     assert ours.shape == (2, 32, 6, 10)
     # pixels / 127.5 - 1 and 2 (pixels / 255) - 1 differ in the last bit; fp16 has 11 bits
     assert torch.allclose(ours.float(), theirs, atol=2e-3, rtol=2e-3)
-
-
-def test_latents_decode_to_the_image(stock: Any, pixels: Any) -> None:
-    """An image is encoded, normalised, and decoded by the stock VAE."""
-    scale = LatentScale.of_folder(DEMO)
-    moments = raw_moments(load_vae(DEMO, torch.device("cpu"), torch.float32), torch.from_numpy(pixels))
-    raw = scale.normalise(draw_latent(moments, None)) / scale.scale + scale.shift
-    with torch.no_grad():
-        decoded = AutoencoderKL.from_pretrained(DEMO / "vae").decode(raw).sample
-    images = stock.image_processor.postprocess(decoded, output_type="np")
-    error = np.abs(images - pixels / 255).mean()
-    flat = np.abs(pixels.mean(axis=(1, 2), keepdims=True) / 255 - pixels / 255).mean()
-    assert error < flat / 4, (error, flat)
 
 
 def test_draw_latent_follows_the_posterior(stock: Any) -> None:

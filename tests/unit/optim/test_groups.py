@@ -41,16 +41,12 @@ def by_kind(denoiser: nn.Module) -> dict[str, str]:
     return kinds
 
 
-def test_matrices_decay_and_norms_biases_tables_and_embeddings_do_not(denoiser: Any) -> None:
+def test_matrices_decay_and_those_of_blocks_are_for_muon(denoiser: Any) -> None:
+    """Norms, biases, tables and embeddings do not decay; block matrices are the linear layers of all blocks."""
     kinds, expected = WeightKinds(denoiser), by_kind(denoiser)
     assert {"block", "embedding", "other"} <= set(expected.values())
     for name, weight in denoiser.named_parameters():
         assert kinds.decays(weight) == (expected[name] in ("block", "head")), name
-
-
-def test_block_matrices_are_the_linear_layers_of_all_blocks(denoiser: Any) -> None:
-    kinds, expected = WeightKinds(denoiser), by_kind(denoiser)
-    for name, weight in denoiser.named_parameters():
         assert kinds.is_block_matrix(weight) == (expected[name] == "block" and weight.dim() == 2), name
 
 
@@ -123,14 +119,10 @@ def test_every_parameter_is_in_one_group_with_its_decay(denoiser: Any) -> None:
             assert group["weight_decay"] == (0.3 if kinds.decays(weight) else 0.0)
 
 
-def test_no_decay_is_one_group() -> None:
-    denoiser = denoiser_of("tiny2")
-    groups = WeightKinds(denoiser).groups(dict(denoiser.named_parameters()), 0.0)
-    assert len(groups) == 1
-    assert len(groups[0]["params"]) == len(list(denoiser.parameters()))
-
-
 def test_an_empty_group_is_left_out() -> None:
+    denoiser = denoiser_of("tiny2")
+    (group,) = WeightKinds(denoiser).groups(dict(denoiser.named_parameters()), 0.0)
+    assert len(group["params"]) == len(list(denoiser.parameters()))
     layer = nn.Linear(2, 3)
     groups = WeightKinds(layer).groups({"bias": layer.bias}, 0.1)
     assert [group["weight_decay"] for group in groups] == [0.0]

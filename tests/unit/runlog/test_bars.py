@@ -117,13 +117,10 @@ def test_a_job_of_unknown_length_and_a_callback(clock: Clock, capsys: pytest.Cap
     assert capsys.readouterr().err.splitlines() == ["scan 0", "scan 10/20 · 50% · 5 files/s · took 0:02"]
 
 
-def test_an_empty_job_succeeds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_job_succeeds_and_one_that_is_done_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with progress("nothing", 0):
         pass
     assert capsys.readouterr().err.splitlines() == ["nothing 0/0", "nothing 0/0 · took 0:00"]
-
-
-def test_a_job_that_is_done_already_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with progress("cache", 61, "images", done=61) as bar:
         assert bar is not None
     assert capsys.readouterr().err == ""

@@ -127,12 +127,14 @@ def test_numbers_of_steps_and_evals_become_named_curves(tmp_path: Path) -> None:
     assert tracker.closed == 1
 
 
-def test_an_image_is_mirrored_and_adds_no_line(tmp_path: Path) -> None:
+def test_another_field_is_the_x_axis_of_points_and_images(tmp_path: Path) -> None:
     tracker = Recorder()
     with RunLog(tmp_path, tensorboard=False, trackers=[tracker], x_axis="samples") as log:
         log.image("samples/ema", Image.new("RGB", (8, 4)), step=10, samples=640)
+        assert events(tmp_path) == [], "an image adds no line"
+        log.event("step", step=20, samples=1280, loss=0.5)
     assert tracker.images == [(640, "samples/ema", (8, 4))]
-    assert events(tmp_path) == []
+    assert tracker.points == [(1280, {"train/loss": 0.5, "train/step": 20})]
 
 
 def test_threads_write_complete_lines(tmp_path: Path) -> None:
@@ -188,13 +190,6 @@ def test_a_mirror_that_fails_is_disabled(tmp_path: Path, capsys: pytest.CaptureF
     assert [step for step, _ in other.points] == [1, 2]
     assert ([step for step, _ in full.points], full.closed) == ([1], 0)
     assert capsys.readouterr().err == "Full failed and is disabled until the next start: No space left on device\n"
-
-
-def test_another_field_can_be_the_x_axis(tmp_path: Path) -> None:
-    tracker = Recorder()
-    with RunLog(tmp_path, tensorboard=False, trackers=[tracker], x_axis="examples") as log:
-        log.event("step", step=10, examples=640, loss=0.5)
-    assert tracker.points == [(640, {"train/loss": 0.5, "train/step": 10})]
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:

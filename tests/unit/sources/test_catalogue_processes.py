@@ -1,7 +1,6 @@
 """A catalogue filled by several processes: they divide the work and take over that of dead processes."""
 
 import multiprocessing
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -162,15 +161,3 @@ def test_rows_probed_by_another_process_meanwhile_are_not_counted(
 
         monkeypatch.setattr(catalogue, "_is_probed", is_probed)
         assert catalogue.count_unprobed(listings) == 0
-
-
-def test_an_image_that_crashes_its_reader_is_rejected(
-    images: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = decode._probe
-    # the worker is forked and inherits the patch
-    monkeypatch.setattr(decode, "_probe", lambda file: os._exit(1) if name_of(file) == "07.png" else real(file))
-    rows = list_and_probe(cache, directory(images), workers=1)
-    assert {name: row.reason for name, row in rows.items() if row.reason} == {"07.png": "decoder_crashed"}
-    assert rows["07.png"].detail
-    assert rows["08.png"].width == 64
