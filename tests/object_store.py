@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -98,3 +99,12 @@ def object_store(bucket: str) -> Iterator[ObjectStore]:
         s3fs.S3FileSystem.clear_instance_cache()
     server.shutdown()
     thread.join()
+
+
+@contextmanager
+def web_server(handler: Any) -> Iterator[str]:
+    """Run a web server; yield its address."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as web:
+        Thread(target=web.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{web.server_address[1]}"
+        web.shutdown()

@@ -23,15 +23,12 @@ def pieces(value: float, count: int = 6) -> list[TensorPiece]:
     return [TensorPiece("param/w", values, 0, (count,)), TensorPiece("step/w", values[:1].clone(), 0, ())]
 
 
-def test_copies_do_not_change_with_the_live_memory() -> None:
+def test_copies_do_not_change_with_the_live_memory_and_leave_out_replicas() -> None:
     live = torch.arange(12.0).view(3, 4)
     (copy,) = HostBuffers().copy([TensorPiece("param/w", live.view(-1)[4:], 4, (3, 4))])
     live.zero_()
     assert (copy.name, copy.start, copy.shape) == ("param/w", 4, (3, 4))
     assert copy.values.tolist() == list(range(4, 12))
-
-
-def test_replicas_that_another_rank_writes_are_not_copied() -> None:
     replicas = [
         TensorPiece("param/w", torch.ones(3), 0, (3,), writes=False),
         TensorPiece("param/v", torch.ones(3), 0, (3,)),

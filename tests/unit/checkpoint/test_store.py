@@ -312,21 +312,14 @@ def test_keep_newest(tmp_path: Path, count: int, kept: list[int]) -> None:
     assert [path.name for path in deleted] == [checkpoint_name(step) for step in (10, 20, 30) if step not in kept]
 
 
-def test_keep_newest_counts_only_complete_checkpoints(tmp_path: Path) -> None:
-    """A folder without an index must not replace the last good checkpoint."""
-    complete = save(tmp_path, 5, 5)
-    (tmp_path / "step-00000008").mkdir()
-    keep_newest(tmp_path, 1)
-    assert newest_checkpoint(tmp_path) == complete
-
-
-def test_keep_newest_never_deletes_the_checkpoint_just_written(tmp_path: Path) -> None:
+def test_keep_newest_counts_complete_checkpoints_and_never_deletes_the_one_just_written(tmp_path: Path) -> None:
     """A run that resumes from an earlier step writes beside later ones."""
+    (tmp_path / "step-00000040").mkdir()  # without an index
     for step in (10, 20, 30):
         save(tmp_path, step, step)
     written = save(tmp_path, 11, 11)
     keep_newest(tmp_path, 2, written)
-    assert names(tmp_path) == [checkpoint_name(step) for step in (11, 20, 30)]
+    assert names(tmp_path) == [checkpoint_name(step) for step in (11, 20, 30, 40)]
 
 
 def test_checkpoints_that_were_renamed_aside_are_restored_and_leftovers_deleted(tmp_path: Path) -> None:

@@ -268,17 +268,10 @@ def test_a_dataset_needs_a_directory(only_fault: OnlyFault, dataset: str) -> Non
     assert only_fault(dataset=dataset).key == "directory"
 
 
-def test_single_brackets_instead_of_double(only_fault: OnlyFault) -> None:
+def test_faults_of_the_dataset_say_what_to_write(only_fault: OnlyFault) -> None:
     assert only_fault(dataset='[directory]\npath = "a"').hint == "write [[directory]], with two brackets"
-
-
-def test_batch_list_names_the_missing_resolution(only_fault: OnlyFault) -> None:
     dataset = 'resolutions = [256, [320, 192]]\n[[directory]]\npath = "a"'
-    fault = only_fault("micro_batch_size_per_gpu = [[256, 4]]", dataset=dataset)
-    assert fault.hint == "add [[320, 192], SIZE]"
-
-
-def test_resolution_beyond_the_position_table(only_fault: OnlyFault) -> None:
+    assert only_fault("micro_batch_size_per_gpu = [[256, 4]]", dataset=dataset).hint == "add [[320, 192], SIZE]"
     fault = only_fault(model='size = "tiny2"', dataset='resolutions = [272]\n[[directory]]\npath = "a"')
     assert (fault.key, fault.value) == ("resolutions", "[272, 272]")
 

@@ -77,17 +77,13 @@ def test_tensors_prepared_in_a_slot_arrive(make_cache: MakeCache) -> None:
     assert count == 6
 
 
-def test_a_step_has_all_its_micro_batches(make_cache: MakeCache) -> None:
+def test_a_step_has_all_its_micro_batches_or_is_an_error(make_cache: MakeCache) -> None:
     data = make_cache()
     whole, halves = all_steps(loader_of(data)), all_steps(loader_of(data, micro=2))
     assert [len(step) for step in halves] == [2] * 6
     for step, parts in zip(whole, halves, strict=True):
         joined = torch.cat([features[0] for features, _ in parts])
         assert torch.equal(joined, step[0][0][0])
-
-
-def test_an_incomplete_last_step_is_an_error(make_cache: MakeCache) -> None:
-    data = make_cache()
     order = data.order(0, ONCE, lambda resolution: 4)
     loader = PipelineDataLoader(MicroBatches(data, order, 0, 1, 2), object(), 2, Plain(), items=range(3))
     with pytest.raises(AssertionError, match="too few micro-batches"):

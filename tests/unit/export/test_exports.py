@@ -11,7 +11,6 @@ from diffusers import SD3Transformer2DModel
 
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.config import SIZES, TrainConfig
-from sd3_light.export import card_facts
 from sd3_light.export import of_run as module
 from sd3_light.export.export_spec import ExportSpec
 from sd3_light.export.of_run import Saver
@@ -149,6 +148,8 @@ def test_the_card_has_the_facts_of_the_run(
         {"event": "eval", "step": step, "samples": 4, "set": "held_out", "weights": weights, "flow": flow}
         for step, weights, flow in events
     ]
+    not_finite = {"b": "nan", "c": None, "d": "inf"}
+    lines += [{"event": "eval", "step": 4, "set": name, "weights": "ema", "flow": not_finite[name]} for name in "bcd"]
     (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (run / "score.json").write_text('{"num_prompts": 96, "whole": 0.5, "relation": null, "by_kind": {"one": {}}}')
     Saver.of(config(tmp_path), transformer, run / "exports").save_full_model("x", {}, "ema", Progress(step=5))
@@ -178,12 +179,3 @@ def test_a_pipeline_saves_a_whole_state_into_a_folder(
     assert specs[0].save_dtype == torch.float32
     assert specs[0].transformer_config["num_layers"] == 2
     assert set(written[0]) == set(pipeline.transformer.state_dict())
-
-
-def test_the_card_has_only_losses_that_are_finite(tmp_path: Path) -> None:
-    losses = {"a": 0.5, "b": "nan", "c": None, "d": "inf"}
-    events = [
-        {"event": "eval", "step": 2, "set": name, "weights": "ema", "flow": loss} for name, loss in losses.items()
-    ]
-    (tmp_path / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    assert card_facts._losses(tmp_path / "log.jsonl", "ema", 2) == {"a": 0.5}

@@ -149,13 +149,6 @@ def test_a_plan_names_what_is_new_changed_unchanged_and_deleted(export: Path) ->
     assert "create_commit" not in [name for name, _ in api.calls]
 
 
-def test_a_hub_that_cannot_be_reached_leaves_a_plan(export: Path, offline: None) -> None:
-    plan = plan_upload(export, TARGET)
-    assert "HF_HUB_OFFLINE is set" in plan.problem
-    assert ("proof.json", "2 B", "upload") in plan.rows
-    assert any("not compared with the hub" in text for _, text in plan.facts)
-
-
 def test_a_licence_is_stated_in_the_card_and_not_in_the_export(export: Path) -> None:
     plan = plan_upload(export, Target("me/model", "apache-2.0"), RecordedApi())
     data = ModelCard(plan.card).data.to_dict()
@@ -192,7 +185,7 @@ def test_a_file_that_changed_since_the_plan_is_not_uploaded(export: Path) -> Non
     assert [name for name, _ in api.calls] == ["repo_info"]
 
 
-def test_links_and_other_folders_are_refused(export: Path, tmp_path: Path) -> None:
+def test_links_other_folders_and_other_files_are_refused(export: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("private")
     (export / "more.json").symlink_to(tmp_path / "secret")
     with pytest.raises(UserError, match=r"more.json is a link, which may lead elsewhere"):
@@ -205,6 +198,9 @@ def test_links_and_other_folders_are_refused(export: Path, tmp_path: Path) -> No
         plan_upload(tmp_path, TARGET, RecordedApi())
     with pytest.raises(UserError, match=r"secret is neither the folder of an export nor the \.safetensors file"):
         plan_upload(tmp_path / "secret", TARGET, RecordedApi())
+    save_file({"transformer.weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"is not an adapter's file: .* upload a model as a folder"):
+        plan_upload(tmp_path / "model.safetensors", TARGET, RecordedApi())
 
 
 def test_an_adapters_file_gets_a_card(tmp_path: Path) -> None:
@@ -220,12 +216,6 @@ def test_an_adapters_file_gets_a_card(tmp_path: Path) -> None:
     assert "load_lora_weights" in plan.card
     push(plan, api)
     assert committed(api) == {"README.md": plan.card.encode(), "mine.safetensors": str(file)}, "no file is deleted"
-
-
-def test_a_file_without_an_adapter_is_refused(tmp_path: Path) -> None:
-    save_file({"transformer.weight": torch.ones(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=r"is not an adapter's file: .* upload a model as a folder"):
-        plan_upload(tmp_path / "model.safetensors", TARGET, RecordedApi())
 
 
 def test_a_foreign_adapters_card_claims_nothing(tmp_path: Path) -> None:
@@ -282,7 +272,11 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", "no such file")
 
 
-def test_offline_is_one_line(export: Path, offline: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_is_one_line_and_leaves_a_plan(export: Path, offline: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_upload(export, TARGET)
+    assert "HF_HUB_OFFLINE is set" in plan.problem
+    assert ("proof.json", "2 B", "upload") in plan.rows
+    assert any("not compared with the hub" in text for _, text in plan.facts)
     monkeypatch.setenv("HF_TOKEN", "hf_x")
     for action in (lambda: check_push(TARGET), lambda: push(UploadPlan(export, TARGET, ()))):
         with pytest.raises(UserError, match=r"^--push-to-hub me/model: HF_HUB_OFFLINE is set; unset it.*$") as error:

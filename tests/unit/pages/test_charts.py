@@ -28,14 +28,10 @@ def test_an_axis_covers_its_values_and_has_a_few_ticks(values: list[float], incl
         assert -1e-9 <= axis.position(0.0) <= 1 + 1e-9
 
 
-def test_labels_of_a_narrow_range_differ() -> None:
+def test_ticks_are_round_and_their_labels_differ() -> None:
     chart = Chart("norm", [ChartLine("norm", [(0.0, 123.11), (1.0, 123.14)])])
     labels = [label for label, _ in chart.y_ticks]
-    assert len(labels) > 1
-    assert len(set(labels)) == len(labels)
-
-
-def test_ticks_are_round() -> None:
+    assert len(set(labels)) == len(labels) > 1
     assert Axis(0, 10_000).ticks() == [0, 2000, 4000, 6000, 8000, 10_000]
     assert Axis(0.43, 1.31).ticks() == pytest.approx([0.6, 0.8, 1.0, 1.2])
     assert Axis(0.2, 300, log=True).ticks() == [1, 10, 100]
@@ -78,11 +74,8 @@ def test_a_chart_draws_every_point_at_its_position() -> None:
     assert [x for x, _ in points] == [0, 500, 1000]
     # 5% of room above 3 and below 1, and y points down
     assert [y for _, y in points] == pytest.approx([45.5, 954.5, 500], abs=0.1)
-
-
-def test_charts_with_the_same_range_have_the_same_x_axis() -> None:
     points = polyline_points(draw(Chart("Loss", [ChartLine("raw", [(10, 3.0), (20, 1.0)])], x_range=(0, 40))))
-    assert [x for x, _ in points] == [250, 500]
+    assert [x for x, _ in points] == [250, 500], "of charts with the same range"
 
 
 def test_a_chart_describes_itself_for_screen_readers() -> None:

@@ -3,11 +3,9 @@
 import json
 import os
 import random
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 
 import fsspec
@@ -26,7 +24,7 @@ from sd3_light.sources.preprocess import Reject
 from sd3_light.sources.records import Record, Rejected, location_version
 from sd3_light.sources.scan import scan
 from sd3_light.sources.signature import signature
-from tests.object_store import ObjectStore, object_store
+from tests.object_store import ObjectStore, object_store, web_server
 from tests.unit.sources.inputs import png, structs, write_files, write_tar
 
 
@@ -231,23 +229,13 @@ def test_files_and_folders_on_the_web(store: ObjectStore, tmp_path: Path) -> Non
     for file in ("00000.tar", "rows.parquet"):
         url = f"{os.environ['AWS_ENDPOINT_URL']}/sources/web/{file}"
         assert facts(DirectoryConfig(path=url)) == facts(DirectoryConfig(path=local / file)) != []
-    with web_server(tmp_path) as web:  # it lists folders, and ignores ranges
+    with web_server(
+        partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    ) as web:  # it lists folders, and ignores ranges
         assert facts(DirectoryConfig(path=f"{web}/web/table")) == facts(DirectoryConfig(path=local / "table"))
         write_tar(tmp_path / "large.tar", [("a.png", bytes(1 << 18)), ("a.txt", b"a")])
         with pytest.raises(UserError, match=r"/large\.tar: its server ignores requests for a range; copy the file"):
             facts(DirectoryConfig(path=f"{web}/large.tar"))
-
-
-@contextmanager
-def web_server(folder: Path) -> Iterator[str]:
-    class Handler(SimpleHTTPRequestHandler):
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder))) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
 
 
 def test_problems_of_a_url_are_one_line(store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,17 +120,14 @@ def test_terms_over_the_size_keep_the_values_that_they_need(tmp_path: Path) -> N
     assert first.attributes == ""
 
 
-def test_an_unknown_column_is_an_error_that_names_a_similar_one(tmp_path: Path) -> None:
+def test_a_directory_without_the_column_is_an_error_unless_it_is_empty(tmp_path: Path) -> None:
+    root = write_files(tmp_path / "set", {"a.png": png(), "a.txt": "a"})
+    with pytest.raises(UserError, match="it has no columns at all"):
+        list(scan(directory(root, where="score > 5.5"), 0))
     write_files(tmp_path, {f"{n}.png": png() for n in range(5)})
     as_csv(tmp_path)
     with pytest.raises(UserError, match=r"no sample of .* has a column 'aestetic'; did you mean 'Aesthetic'\?"):
         list(scan(directory(tmp_path, where="aestetic > 5.5"), 0))
-
-
-def test_a_directory_without_columns_is_an_error_unless_it_is_empty(tmp_path: Path) -> None:
-    root = write_files(tmp_path / "set", {"a.png": png(), "a.txt": "a"})
-    with pytest.raises(UserError, match="it has no columns at all"):
-        list(scan(directory(root, where="score > 5.5"), 0))
     (tmp_path / "empty").mkdir()
     assert list(scan(directory(tmp_path / "empty", where="score > 5.5"), 0)) == []
 

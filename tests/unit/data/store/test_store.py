@@ -9,11 +9,10 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from email.utils import formatdate
 from functools import partial
-from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from sd3_light.data.store import (
 from sd3_light.data.store.disk_cache import DiskCache
 from sd3_light.data.store.remote import load_remote_manifest
 from sd3_light.urls import protocol_problem
-from tests.object_store import ObjectStore, object_store
+from tests.object_store import ObjectStore, object_store, web_server
 
 SIZE = 1000
 COUNT = 8
@@ -88,14 +87,6 @@ def cache(tmp_path: Path) -> Path:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "PAUSES_SEC", (0.0, 0.0))
     monkeypatch.setattr(protocols, "PAUSES_SEC", (0.0,))
-
-
-@contextmanager
-def web_server(handler: Any) -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as web:
-        threading.Thread(target=web.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{web.server_address[1]}"
-        web.shutdown()
 
 
 def kept(folder: Path) -> set[str]:
@@ -279,7 +270,7 @@ def test_a_file_that_is_always_evicted_is_an_error(cache: Path, tmp_path: Path) 
         open_shard(store, store.manifest.shards[0], hopeless)
 
 
-def test_a_limit_below_the_window_is_rejected(cache: Path, tmp_path: Path) -> None:
+def test_a_limit_below_the_windows_of_all_buckets_is_rejected(cache: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is too small for the shards of .* \(5 per bucket, 1 buckets\)") as caught:
         RemoteStore(cache.as_uri(), tmp_path / "kept", 5 * SIZE - 1, window=5)
     limit = re.search(r"set ([\d.]+) or more", str(caught.value))
@@ -287,9 +278,6 @@ def test_a_limit_below_the_window_is_rejected(cache: Path, tmp_path: Path) -> No
     assert float(limit[1]) == 5 * SIZE / 1e9
     RemoteStore(cache.as_uri(), tmp_path / "kept", 5 * SIZE, window=5)
     RemoteStore(cache.as_uri(), tmp_path / "kept", COUNT * SIZE, window=100)  # there are no more shards
-
-
-def test_every_bucket_has_its_window(cache: Path, tmp_path: Path) -> None:
     manifest = Manifest.load(cache)
     wide = [replace(entry, bucket="80x48") for entry in manifest.shards[:3]]
     replace(manifest, shards=(*wide, *manifest.shards[3:])).save(cache)
