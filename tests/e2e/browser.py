@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.waiting import HANG_SECONDS
+from tests.waiting import HANG_SECONDS, wait_until
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 FLAGS = (
@@ -158,6 +158,12 @@ def assert_readable_in_both_schemes(browser: Browser, address: str) -> None:
         backgrounds[scheme] = browser.evaluate("getComputedStyle(document.body).backgroundColor")
         assert browser.evaluate(LOWEST_CONTRAST) >= 4.5, scheme
     assert backgrounds["light"] != backgrounds["dark"]
+
+
+def wait_for(browser: Browser, condition: str) -> None:
+    """Wait until a condition is true in the page; it is false while another page is loaded."""
+    text = "document.querySelector('main')?.innerText ?? ''"
+    wait_until(lambda: browser.evaluate(f"Boolean({condition})"), lambda: browser.evaluate(text), pause=0.1)
 
 
 _BUTTONS = "button, input[type=submit], a, summary"

@@ -1,10 +1,12 @@
 """Runs that several tests share."""
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.e2e.browser import Browser, start_browser
 from tests.project import Project
 
 PROMPT = "a small red circle to the left of a large blue square"
@@ -14,6 +16,24 @@ SECRET = "0123456789abcdef-a-secret-key"
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    started = start_browser(tmp_path_factory.mktemp("profile"))
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def open_page(browser: Browser, page: Path) -> Callable[..., Browser]:
+    """Return a function that opens the module's page in a window of a width."""
+
+    def show(width: int = 1280) -> Browser:
+        browser.open(page, width)
+        return browser
+
+    return show
 
 
 @pytest.fixture

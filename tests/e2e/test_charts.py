@@ -10,7 +10,7 @@ import pytest
 
 from sd3_light.report.verb import write_run_page
 from sd3_light.ui.folders import folder_id
-from tests.e2e.browser import Browser, drag, press, start_browser, touch
+from tests.e2e.browser import Browser, drag, press, touch
 from tests.e2e.ui_server import served
 from tests.waiting import wait_until
 
@@ -52,13 +52,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with served(runs, [], tmp_path_factory.mktemp("state")) as address:
         yield address
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    started = start_browser(tmp_path_factory.mktemp("profile"))
-    yield started
-    started.close()
 
 
 @pytest.fixture
@@ -123,7 +116,7 @@ def axis(browser: Browser) -> str:
     return text
 
 
-def test_a_drag_zooms_all_charts_and_escape_resets(opened: Browser) -> None:
+def test_a_drag_keys_and_the_wheel_zoom_and_reset(opened: Browser) -> None:
     drag(opened, at(opened, 0.25), at(opened, 0.5))
     wait_for_zoom(opened, 750, 1500)
     labels = "[...document.querySelectorAll('.x-labels')].map(node => node.lastElementChild.textContent)"
@@ -133,9 +126,6 @@ def test_a_drag_zooms_all_charts_and_escape_resets(opened: Browser) -> None:
     opened.evaluate("document.querySelector('.area').focus()")
     press(opened, "Escape")
     wait_until(lambda: zoomed(opened) == [])
-
-
-def test_keys_zoom_pan_and_reset(opened: Browser) -> None:
     opened.evaluate("document.querySelector('.area').focus()")
     press(opened, "+")
     wait_for_zoom(opened, 451, 2550)
@@ -144,9 +134,6 @@ def test_keys_zoom_pan_and_reset(opened: Browser) -> None:
     wait_for_zoom(opened, 241, 2340)
     press(opened, "-")
     wait_until(lambda: zoomed(opened) == [])
-
-
-def test_ctrl_with_the_wheel_zooms_at_the_pointer(opened: Browser) -> None:
     x, y = at(opened, 0.0)
     opened.call("Input.dispatchMouseEvent", type="mouseWheel", x=x + 1, y=y, deltaX=0, deltaY=-300, modifiers=2)
     wait_until(lambda: bool(zoomed(opened)))
@@ -190,9 +177,6 @@ def test_axes_are_logarithmic_and_x_is_samples_or_time(opened: Browser) -> None:
     choose(opened, "x", "samples")
     wait_until(lambda: axis(opened) == "samples seen")
     assert int(tip(opened, 0.5)[0].split()[-1].replace(",", "")) == pytest.approx(4 * STEPS, rel=0.01)
-
-
-def test_smoothing_changes_the_bold_line_alone(opened: Browser) -> None:
     shapes = (
         "[...document.querySelector('.area').querySelectorAll('polyline')].map(line => line.getAttribute('points'))"
     )

@@ -73,13 +73,10 @@ def test_check_accepts_what_new_writes(journey: Journey) -> None:
     assert f"of {SQUARE + WIDE + 1} images in 2 buckets" in " ".join(output.split())
 
 
-def test_rejects_are_listed(journey: Journey, cached: str) -> None:
+def test_rejects_are_listed_and_two_builders_write_the_bytes_of_one(journey: Journey, cached: str) -> None:
     assert "1 input was rejected: 1 truncated; see " in cached
     (reject,) = (journey.folder / f"{journey.kind}_data.cache" / "rejects.jsonl").read_text().splitlines()
     assert json.loads(reject)["key"] == "images#0/broken.png"
-
-
-def test_two_builders_write_the_bytes_of_one(journey: Journey, cached: str) -> None:
     journey.command("cache", journey.toml, "--set", 'cache_dir="other"', launcher=TORCHRUN)
     one = shards(journey.folder / f"{journey.kind}_data.cache")
     assert len(one) >= 2

@@ -1,7 +1,7 @@
 """The page of `sd3-light inspect` in a real browser, from a real cache."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,6 @@ from tests.e2e.browser import (
     assert_fits_width,
     assert_readable_in_both_schemes,
     assert_self_contained,
-    start_browser,
 )
 from tests.project import Project
 
@@ -51,32 +50,10 @@ def run_inspect(*arguments: object) -> None:
     assert end.value.code in (0, None)
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    started = start_browser(tmp_path_factory.mktemp("profile"))
-    yield started
-    started.close()
-
-
-@pytest.fixture
-def open_page(browser: Browser, page: Path) -> Callable[..., Browser]:
-    """Return a function that opens the page in a window of a width."""
-
-    def show(width: int = 1280) -> Browser:
-        browser.open(page, width)
-        return browser
-
-    return show
-
-
-def test_the_page_loads_without_network_and_errors(open_page: Callable[..., Browser], page: Path) -> None:
+def test_the_page_shows_the_cache_without_network_and_errors(open_page: Callable[..., Browser], page: Path) -> None:
     opened = open_page()
     assert_self_contained(opened, page)
     assert opened.evaluate("document.scripts.length") == 0
-
-
-def test_every_image_is_shown(open_page: Callable[..., Browser]) -> None:
-    opened = open_page()
     widths = opened.evaluate("[...document.images].map(image => image.complete ? image.naturalWidth : 0)")
     assert len(widths) == 2 * 40 + 2  # 40 samples and their originals, two rejects that can be opened
     assert min(widths) >= 48
@@ -85,10 +62,6 @@ def test_every_image_is_shown(open_page: Callable[..., Browser]) -> None:
         ".map(image => image.clientWidth / image.clientHeight * image.naturalHeight / image.naturalWidth)"
     )
     assert ratios == pytest.approx([1.0] * 80, abs=0.03)
-
-
-def test_the_text_describes_the_cache(open_page: Callable[..., Browser]) -> None:
-    opened = open_page()
     text = " ".join(opened.evaluate("document.body.textContent").split())
     for part in ("40 samples in 3 buckets", "64x64", "80x48", "48x80", "3 inputs rejected", HOSTILE, CHINESE):
         assert part in text
@@ -100,10 +73,9 @@ def test_the_text_describes_the_cache(open_page: Callable[..., Browser]) -> None
     assert opened.evaluate(is_marked % CHINESE)
 
 
-@pytest.mark.parametrize("width", [390, 800, 1280])
-def test_the_page_fits_its_window(open_page: Callable[..., Browser], width: int) -> None:
-    assert_fits_width(open_page(width), width)
-
-
-def test_light_and_dark_are_readable(browser: Browser, page: Path) -> None:
+def test_the_page_fits_its_window_and_is_readable(
+    open_page: Callable[..., Browser], browser: Browser, page: Path
+) -> None:
+    for width in (390, 800, 1280):
+        assert_fits_width(open_page(width), width)
     assert_readable_in_both_schemes(browser, page.as_uri())

@@ -94,10 +94,6 @@ def test_it_is_evaluated_sampled_and_reported(tuned: Project) -> None:
     console = Console(record=True, width=200)
     console.print(report.render(report.run(tuned.run)))
     assert "a LoRA of rank 4 (63,488 weights) on the weights of" in console.export_text()
-
-
-def test_a_finished_adapter_is_evaluated_as_in_training(tuned: Project) -> None:
-    """`evaluate RUN --config` scores the adapter on its base, not the base alone."""
     (trained,) = (event["flow"] for event in tuned.events("eval") if event["weights"] == "ema")
     losses = evaluate.validation_losses(tuned.load(), tuned.run)
     assert losses["eval"]["flow"] == pytest.approx(trained, rel=1e-4)
@@ -105,15 +101,14 @@ def test_a_finished_adapter_is_evaluated_as_in_training(tuned: Project) -> None:
     assert base["eval"]["flow"] != pytest.approx(trained, rel=1e-3)
 
 
-def test_the_export_command_writes_the_same_file(tuned: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_export_command_writes_the_same_file_or_names_the_cause(
+    tuned: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sd3_light.export.adapter_folder.prove_adapter", lambda *_: {})
     same = export.run(tuned.run, tuned.folder / "again") / file_of(tuned).name
     assert same.read_bytes() == file_of(tuned).read_bytes()
     raw = export.run(tuned.run, tuned.folder / "raw", weights="raw") / file_of(tuned).name
     assert raw.read_bytes() != file_of(tuned).read_bytes()
-
-
-def test_the_export_command_names_the_cause_of_a_failure(tuned: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tuned.folder / "failed"
     for name, error, message in (
         (

@@ -58,15 +58,12 @@ def test_large_models_leave_out_what_does_not_fit(script: Any) -> None:
     assert {journey.name for journey in third.journeys()} == journeys.keys() - {"forget encoders"}
 
 
-def test_numbers_far_from_their_estimates_are_marked(script: Any) -> None:
+def test_numbers_far_from_their_estimates_are_marked(script: Any, tmp_path: Path) -> None:
     row = script.Result("train", measured={"gpu": 10.0, "host": 10.0}, estimated={"gpu": 10.7, "host": 8.0})
     assert not row.deviates("gpu")
     assert row.deviates("host")
     assert not row.deviates("disk")
     assert "| 10 | 10.7 | 10 | 8 ! |" in script._line(row)
-
-
-def test_a_forgotten_file_keeps_its_header_and_takes_no_space(script: Any, tmp_path: Path) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 

@@ -34,7 +34,7 @@ def shard_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in (folder / "shards").glob("*.safetensors"))
 
 
-def test_a_run_on_real_tokens_trains(real: Project) -> None:
+def test_a_run_on_real_tokens_trains_and_its_export_records_that(real: Project, cached_project: Project) -> None:
     steps = real.events("step")
     assert [event["step"] for event in steps] == [1, 2, 3, 4]
     for event in steps:
@@ -42,10 +42,13 @@ def test_a_run_on_real_tokens_trains(real: Project) -> None:
         assert event["loss"] == pytest.approx(event["flow"] + 0.1 * event["text_recon"], rel=1e-5)
     assert steps[-1]["text_recon"] > 0
     assert {math.isfinite(event["flow"]) for event in real.events("eval")} == {True}
-
-
-def test_the_cache_of_real_tokens_is_smaller(real: Project, cached_project: Project) -> None:
     assert shard_bytes(real.cache) < 0.9 * shard_bytes(cached_project.cache)
+    folder = real.run / "exports" / "step-00000004"
+    assert json.loads((folder / "proof.json").read_text())["max_difference"] <= 1e-5
+    assert json.loads((folder / "sd3_light.json").read_text())["text"]["text_tokens"] == "real"
+    card = " ".join((folder / "README.md").read_text().split())
+    assert "pads the prompt and lets every token attend to the padding" in card
+    assert (folder / "pipeline.py").is_file()
 
 
 def test_a_resumed_run_on_real_tokens_equals_the_uninterrupted_run(real: Project, unproven: None) -> None:
@@ -61,12 +64,3 @@ def test_padding_does_not_change_training(real: Project, unproven: None) -> None
     alone = ("micro_batch_size_per_gpu=1", "gradient_accumulation_steps=4", 'output_dir="alone"')
     real.train(*REAL, "max_steps=4", *alone)
     assert real.losses("alone") == pytest.approx(real.losses(), rel=1e-5)
-
-
-def test_the_export_is_proven_and_records_how_it_was_trained(real: Project) -> None:
-    folder = real.run / "exports" / "step-00000004"
-    assert json.loads((folder / "proof.json").read_text())["max_difference"] <= 1e-5
-    assert json.loads((folder / "sd3_light.json").read_text())["text"]["text_tokens"] == "real"
-    card = " ".join((folder / "README.md").read_text().split())
-    assert "pads the prompt and lets every token attend to the padding" in card
-    assert (folder / "pipeline.py").is_file()

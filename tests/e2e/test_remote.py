@@ -54,12 +54,9 @@ def test_a_run_from_s3_equals_the_run_from_the_folder(remote: Project, project: 
     assert not (remote.folder / "cache").exists()
 
 
-def test_a_disk_limit_that_is_too_small_is_reported_before_training(remote: Project) -> None:
+def test_what_cannot_train_is_reported_and_no_cache_is_built_at_a_url(remote: Project, bucket: str) -> None:
     with pytest.raises(UserError, match=r"stream_cache_gb = 1e-06 is too small for the shards .* set [\d.]+ or more"):
         remote.train("max_steps=2", "stream_cache_gb=1e-6")
-
-
-def test_a_cache_of_other_encoders_is_rejected(remote: Project) -> None:
     with pytest.raises(UserError, match="t5_max_length"):
         remote.train("model.t5_max_length=8")
     other = Path(shutil.copytree(remote.model, remote.folder / "other"))
@@ -67,9 +64,6 @@ def test_a_cache_of_other_encoders_is_rejected(remote: Project) -> None:
     config.write_text(config.read_text().replace("{", '{\n  "note": "another",', 1))
     with pytest.raises(UserError, match="vae"):
         remote.train(f'model.diffusers_path="{other}"')
-
-
-def test_training_builds_no_cache_at_a_url(remote: Project, bucket: str) -> None:
     with pytest.raises(UserError, match=r"no cache at s3://faraway/none.* build it with `sd3-light cache CONFIG`"):
         remote.train(f"cache_dir={bucket}/none")
     assert remote.build_cache() == []

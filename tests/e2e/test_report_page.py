@@ -15,7 +15,7 @@ from tests.e2e.browser import (
     assert_fits_width,
     assert_readable_in_both_schemes,
     assert_self_contained,
-    start_browser,
+    press,
 )
 
 GRIDS = (50, 100, 150)
@@ -63,30 +63,9 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    started = start_browser(tmp_path_factory.mktemp("profile"))
-    yield started
-    started.close()
-
-
-@pytest.fixture
-def open_page(browser: Browser, page: Path) -> Callable[..., Browser]:
-    """Return a function that opens the page in a window of a width."""
-
-    def show(width: int = 1280) -> Browser:
-        browser.open(page, width)
-        return browser
-
-    return show
-
-
-def test_the_page_loads_without_network_and_errors(open_page: Callable[..., Browser], page: Path) -> None:
-    assert_self_contained(open_page(), page)
-
-
-def test_curves_are_drawn_inside_their_charts(open_page: Callable[..., Browser]) -> None:
+def test_curves_are_drawn_inside_their_charts_without_network(open_page: Callable[..., Browser], page: Path) -> None:
     opened = open_page()
+    assert_self_contained(opened, page)
     is_inside = opened.evaluate(
         "[...document.querySelectorAll('.area')].map(area => {"
         " const box = area.getBoundingClientRect();"
@@ -111,21 +90,16 @@ def visible_images(opened: Browser) -> list[str]:
     return titles
 
 
-def test_the_slider_changes_the_grid(open_page: Callable[..., Browser]) -> None:
+def test_the_slider_changes_the_grid_and_the_tooltip_shows_values(open_page: Callable[..., Browser]) -> None:
     opened = open_page()
     assert visible_images(opened) == ["samples at step 150"]
     opened.evaluate("document.querySelector('.slider input').focus()")
     for key, step in (("ArrowLeft", 100), ("ArrowLeft", 50), ("ArrowLeft", 50), ("ArrowRight", 100)):
-        code = {"ArrowLeft": 37, "ArrowRight": 39}[key]
-        opened.call("Input.dispatchKeyEvent", type="keyDown", key=key, windowsVirtualKeyCode=code)
-        opened.call("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=code)
+        press(opened, key)
         assert visible_images(opened) == [f"samples at step {step}"]
         assert f"step {step} · {64 * step:,} samples seen" in opened.evaluate(
             "document.querySelector('output').textContent"
         )
-
-
-def test_the_tooltip_shows_the_values_under_the_pointer(open_page: Callable[..., Browser]) -> None:
     opened = open_page()
     x, y = opened.evaluate(
         "(() => { const box = document.querySelector('.area').getBoundingClientRect();"
@@ -155,10 +129,9 @@ def test_without_scripts_the_page_shows_every_grid(browser: Browser, page: Path)
     assert "hidden" in hidden
 
 
-@pytest.mark.parametrize("width", [390, 800, 1280])
-def test_the_page_fits_its_window(open_page: Callable[..., Browser], width: int) -> None:
-    assert_fits_width(open_page(width), width)
-
-
-def test_light_and_dark_are_readable(browser: Browser, page: Path) -> None:
+def test_the_page_fits_its_window_and_is_readable(
+    open_page: Callable[..., Browser], browser: Browser, page: Path
+) -> None:
+    for width in (390, 800, 1280):
+        assert_fits_width(open_page(width), width)
     assert_readable_in_both_schemes(browser, page.as_uri())

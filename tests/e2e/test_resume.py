@@ -72,20 +72,6 @@ def kill_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     monkeypatch.setattr(TorchEngine, "train_step", train_step)
 
 
-def test_the_uninterrupted_run_is_valid(whole: Project) -> None:
-    losses = whole.losses()
-    assert sorted(losses) == list(range(1, STEPS + 1))
-    assert len(set(losses.values())) == STEPS
-    assert whole.events("start")[0]["steps_per_epoch"] == EPOCH
-
-
-@pytest.mark.slow  # a run that starts with --resume is compared below
-def test_a_repeated_run_is_equal(whole: Project, project: Project) -> None:
-    project.train(*settings("again"))
-    assert numbers(project, "again", 0) == numbers(whole, "run", 0)
-    assert_same_checkpoint(checkpoint(project, STEPS, "again"), checkpoint(whole, STEPS))
-
-
 @pytest.mark.parametrize("workers", combinations((0, 2), fast=[(0,)]))
 def test_noise_added_after_the_copy_to_the_device_gives_the_same_run(
     whole: Project, project: Project, monkeypatch: pytest.MonkeyPatch, workers: int
@@ -147,6 +133,9 @@ def test_a_resumed_run_equals_the_uninterrupted_run(
 
 def test_resuming_without_a_checkpoint_starts_the_run(whole: Project, project: Project) -> None:
     """The same command works for the first start."""
+    assert sorted(whole.losses()) == list(range(1, STEPS + 1))
+    assert len(set(whole.losses().values())) == STEPS
+    assert whole.events("start")[0]["steps_per_epoch"] == EPOCH
     project.train(*settings(max_steps=4), resume=Resume())
     assert [event["step"] for event in project.events("start", "resumed")] == [0]
     assert numbers(project, "resumed", 0) == numbers(whole, "run", 0)[:4]
@@ -270,16 +259,20 @@ def test_a_run_does_not_overwrite_another(whole: Project) -> None:
     assert (whole.run / "log.jsonl").read_bytes() == before
 
 
-def test_a_different_data_order_is_rejected(whole: Project, project: Project) -> None:
-    with pytest.raises(UserError, match=r"trained on another order of data .*--reset-dataloader"):
-        project.train(*settings(micro_batch_size_per_gpu=2), resume=Resume(checkpoint(whole, 4)))
-    with pytest.raises(UserError, match="another order of data"):
-        project.train(*settings(seed=4), resume=Resume(checkpoint(whole, 4)))
-
-
-def test_a_different_model_is_rejected(whole: Project, project: Project) -> None:
-    with pytest.raises(UserError, match=r"is of another model \(differs in"):
-        project.train('model.size="tiny3"', *settings(), resume=Resume(checkpoint(whole, 4)))
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("micro_batch_size_per_gpu=2", r"trained on another order of data .*--reset-dataloader"),
+        ("seed=4", "another order of data"),
+        ('model.size="tiny3"', r"is of another model \(differs in"),
+        ('optimizer.type="muon"', r"trained with optimizer.type = 'adamw', .* --reset-optimizer"),
+    ],
+)
+def test_other_data_models_and_optimizers_are_rejected(
+    whole: Project, project: Project, change: str, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        project.train(*settings(), change, resume=Resume(checkpoint(whole, 4)))
 
 
 def test_the_dataloader_can_be_reset(whole: Project, project: Project) -> None:
@@ -338,11 +331,6 @@ def test_the_learning_rate_of_the_checkpoint_is_used_unless_reset(
     assert open_checkpoint(checkpoint(project, 6, "resumed")).tensor("step/proj_out.bias").item() == 6.0, (
         "moments are kept"
     )
-
-
-def test_another_optimizer_requires_a_reset(whole: Project, project: Project) -> None:
-    with pytest.raises(UserError, match=r"trained with optimizer.type = 'adamw', .* --reset-optimizer"):
-        project.train(*settings(), 'optimizer.type="muon"', resume=Resume(checkpoint(whole, 4)))
 
 
 @pytest.mark.slow  # a step of Muon takes half a minute on a CPU without bf16

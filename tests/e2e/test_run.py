@@ -12,7 +12,6 @@ from diffusers import SD3Transformer2DModel
 from PIL import Image
 from safetensors.torch import load_file
 
-from sd3_light.assets import DEMO
 from sd3_light.config import load_config
 from sd3_light.config.faults import UserError
 from sd3_light.evaluate import against
@@ -49,7 +48,7 @@ def equal(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
 # --- the log -----------------------------------------------------------------------------------
 
 
-def test_every_step_is_logged_with_its_numbers(finished: Project) -> None:
+def test_steps_evaluations_and_grids_are_logged_with_their_numbers(finished: Project) -> None:
     steps = finished.events("step")
     assert [event["step"] for event in steps] == [1, 2, 3, 4]
     assert [event["samples"] for event in steps] == [4, 8, 12, 16]
@@ -69,9 +68,6 @@ def test_every_step_is_logged_with_its_numbers(finished: Project) -> None:
         assert event["band"]
         assert set(event["band"]) <= set(BAND_NAMES)
     assert finished.events("start")[0]["world"] == 1
-
-
-def test_evaluation_is_logged_at_every_quantile(finished: Project) -> None:
     events = finished.events("eval")
     assert [(event["step"], event["weights"]) for event in events] == [
         (step, weights) for step in (0, 2, 4) for weights in ("raw", "ema")
@@ -83,9 +79,6 @@ def test_evaluation_is_logged_at_every_quantile(finished: Project) -> None:
         curves = [event[f"flow@{quantile}"] for quantile in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)]
         assert all(math.isfinite(value) and value > 0 for value in curves)
         assert event["flow"] == pytest.approx(sum(curves) / 9)
-
-
-def test_grids_of_the_prompts_are_written(finished: Project) -> None:
     files = [event["file"] for event in finished.events("sample")]
     assert files == ["samples/step-00000002.png", "samples/step-00000004.png"]
     for file in files:
@@ -94,7 +87,7 @@ def test_grids_of_the_prompts_are_written(finished: Project) -> None:
         assert len(np.unique(np.asarray(grid.convert("L")))) > 10
 
 
-def test_the_run_folder_has_the_documented_contents(finished: Project) -> None:
+def test_the_run_folder_has_the_documented_contents_and_is_read(finished: Project) -> None:
     assert sorted(path.name for path in finished.run.iterdir()) == [
         ".lock",
         "checkpoints",
@@ -106,24 +99,15 @@ def test_the_run_folder_has_the_documented_contents(finished: Project) -> None:
     ]
     assert sorted(path.name for path in (finished.run / "checkpoints").iterdir()) == ["step-00000002", "step-00000004"]
     assert [path.name for path in (finished.run / "exports").iterdir()] == ["step-00000004"]
-
-
-def test_the_resolved_config_loads_with_equal_values(finished: Project) -> None:
     original, resolved = finished.load().train, load_config(finished.run / "config.toml").train
     # the step of the position table is written down, so that the size's default can change
     assert resolved.model == original.model.model_copy(update={"position_step": 1.0})
     assert resolved.optimizer == original.optimizer
     assert resolved.eval_datasets == original.eval_datasets
-
-
-def test_a_secret_is_in_no_file_of_the_run(finished: Project) -> None:
     assert SECRET in finished.train_toml.read_text()
     files = [path for path in finished.run.rglob("*") if path.is_file()]
     assert len(files) > 20
     assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
-
-
-def test_report_and_inspect_read_the_run(finished: Project) -> None:
     summary = report.run(finished.run)
     assert summary.step_range == [0, 4], "starting with the evaluation before the first step"
     assert set(summary.last) >= {"start", "step", "eval", "sample", "checkpoint", "export"}
@@ -147,22 +131,27 @@ def test_the_export_has_the_ema_weights(finished: Project, export_folder: Path) 
     assert (export_folder / "proof.json").is_file()
 
 
-def test_exporting_the_checkpoint_gives_the_same_export(
+def test_the_checkpoints_of_a_run_are_exported_again(
     finished: Project, export_folder: Path, tmp_path: Path, unproven: None
 ) -> None:
     export.run(finished.run, tmp_path / "again")
     assert equal(weights_of(tmp_path / "again"), weights_of(export_folder))
     for name in ("model_index.json", "sd3_light.json", "README.md", "scheduler/scheduler_config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (export_folder / name).read_bytes(), name
-
-
-def test_raw_weights_and_older_checkpoints_can_be_exported(finished: Project, tmp_path: Path, unproven: None) -> None:
     export.run(finished.run, tmp_path / "raw", finished.run / "checkpoints" / "step-00000002", "raw")
     tensors, _ = read_checkpoint(finished.run / "checkpoints" / "step-00000002")
     saved = weights_of(tmp_path / "raw")
     assert torch.equal(saved["proj_out.weight"], tensors["param/proj_out.weight"])
     facts = json.loads((tmp_path / "raw" / "sd3_light.json").read_text())
     assert (facts["weights"], facts["step"]) == ("raw", 2)
+    (tmp_path / "existing").mkdir()
+    with pytest.raises(UserError, match="already exists; choose another name"):
+        export.run(finished.run, tmp_path / "existing")
+    assert list((tmp_path / "existing").iterdir()) == []
+    (tmp_path / "run").mkdir()
+    shutil.copy(finished.run / "config.toml", tmp_path / "run")
+    with pytest.raises(UserError, match="has no checkpoint to export yet"):
+        export.run(tmp_path / "run", tmp_path / "out")
 
 
 def test_an_export_draws_at_the_size_and_with_the_positions_it_was_trained_with(
@@ -214,20 +203,6 @@ def test_a_shape_trains_and_a_branch_cools_down(
     assert (model.shape.num_heads, model.position_step) == (3, 0.5)
 
 
-def test_an_export_does_not_overwrite(finished: Project, tmp_path: Path) -> None:
-    (tmp_path / "existing").mkdir()
-    with pytest.raises(UserError, match="already exists; choose another name"):
-        export.run(finished.run, tmp_path / "existing")
-    assert list((tmp_path / "existing").iterdir()) == []
-
-
-def test_a_run_without_a_checkpoint_cannot_be_exported(finished: Project, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    shutil.copy(finished.run / "config.toml", tmp_path / "run")
-    with pytest.raises(UserError, match="has no checkpoint to export yet"):
-        export.run(tmp_path / "run", tmp_path / "out")
-
-
 # --- sampling ----------------------------------------------------------------------------------
 
 
@@ -269,12 +244,11 @@ def test_each_prompt_is_sampled_with_each_seed(export_folder: Path, tmp_path: Pa
     assert len(list(tmp_path.iterdir())) == 5
 
 
-def test_a_model_is_scored(export_folder: Path, tmp_path: Path) -> None:
+def test_a_model_is_scored_and_measured_against_true_images(
+    export_folder: Path, tmp_path: Path, finished: Project
+) -> None:
     result = evaluate.run(export_folder, 3, options=ScoreOptions(1, 1.0), out=tmp_path / "score.json")
     assert json.loads((tmp_path / "score.json").read_text()) == json.loads(json.dumps(result.as_dict()))
-
-
-def test_a_model_is_measured_against_true_images(finished: Project, export_folder: Path, tmp_path: Path) -> None:
     options, page = AgainstOptions(steps=1, guidance=1.0, batch=2), tmp_path / "page.html"
     measured = against.run([finished.run], finished.folder / "eval.toml", write_clip(tmp_path), options, page=page)
     scores = measured.scores[str(finished.run)]
@@ -323,27 +297,6 @@ def test_an_export_can_be_fine_tuned(project: Project, export_folder: Path, unpr
 # --- kinds of training -------------------------------------------------------------------------
 
 
-@pytest.mark.slow  # test_golden.py compares a longer run step by step
-def test_training_reduces_the_validation_loss(project: Project, unproven: None) -> None:
-    from sd3_light.world import write_dataset
-
-    write_dataset(project.folder / "held_out", 8, seed=2, held_out=True)
-    (project.folder / "eval.toml").write_text('resolutions = [64]\n[[directory]]\npath = "held_out"\n')
-    project.train(
-        f'model.diffusers_path="{DEMO}"',
-        'cache_dir="demo_cache"',
-        "max_steps=60",
-        "optimizer.lr=3e-3",
-        "warmup_steps=10",
-        'eval_datasets=["eval.toml"]',
-        "eval_every_n_steps=60",
-        "eval_before_first_step=true",
-        "checkpoint_every_n_steps=100",
-    )
-    before, after = (event["flow"] for event in project.events("eval") if event["weights"] == "ema")
-    assert after < 0.8 * before
-
-
 def test_frozen_weights_stay_and_the_others_change(project: Project, unproven: None) -> None:
     init.run(project.load('save_dtype="float32"'), project.folder / "start")
     before = weights_of(project.folder / "start")
@@ -363,43 +316,22 @@ def test_frozen_weights_stay_and_the_others_change(project: Project, unproven: N
     assert sorted(project.losses()) == [1, 2, 3]
 
 
-def test_a_pattern_that_freezes_nothing_is_rejected(project: Project) -> None:
-    with pytest.raises(UserError, match=r"freeze: 'blocks\.\*' matches no parameter; names look like 'transformer_"):
-        project.train('freeze=["blocks.*"]')
-
-
-def test_text_reconstruction_trains(project: Project, unproven: None) -> None:
+def test_other_losses_train_and_a_pattern_that_freezes_nothing_is_rejected(project: Project, unproven: None) -> None:
     project.train("model.text_recon_gamma=0.25", "model.text_recon_target_layer=0")
     for event in project.events("step"):
         assert event["text_recon"] >= 0
         assert event["loss"] == pytest.approx(event["flow"] + 0.25 * event["text_recon"], rel=1e-5)
     assert project.events("step")[-1]["text_recon"] > 0
-
-
-def test_pseudo_huber_gives_another_loss(project: Project, unproven: None) -> None:
     project.train("max_steps=1", 'output_dir="mse"')
     project.train("max_steps=1", 'output_dir="huber"', "pseudo_huber_c=0.1")
     squared, huber = project.losses("mse")[1], project.losses("huber")[1]
     assert 0 < huber < squared
     assert math.isfinite(huber)
+    with pytest.raises(UserError, match=r"freeze: 'blocks\.\*' matches no parameter; names look like 'transformer_"):
+        project.train('freeze=["blocks.*"]', 'output_dir="other"')
 
 
-@pytest.mark.slow  # test_cache.py follows masks into the loss, test_layouts.py trains with them
-def test_masks_change_the_loss(fresh_project: Project, unproven: None) -> None:
-    left = Image.new("L", (64, 64), 0)
-    left.paste(255, (0, 0, 32, 64))
-    left.save(fresh_project.folder / "left.png")
-    text = fresh_project.data_toml.read_text()
-    losses = {}
-    for name, mask in (("plain", ""), ("masked", 'default_mask_file = "left.png"\n')):
-        fresh_project.data(text + mask)
-        fresh_project.train("max_steps=2", f'output_dir="{name}"', f'cache_dir="cache-{name}"')
-        losses[name] = fresh_project.losses(name)
-    assert all(math.isfinite(loss) for loss in losses["masked"].values())
-    assert losses["masked"] != losses["plain"]
-
-
-def test_non_finite_losses_stop_the_run(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_without_finite_losses_stop_or_fail(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     from sd3_light.flow import objectives
 
     real = objectives.flow_loss
@@ -409,16 +341,9 @@ def test_non_finite_losses_stop_the_run(project: Project, monkeypatch: pytest.Mo
     assert [event["step"] for event in project.events("skip")] == [1, 2, 3]
     assert [event["skipped"] for event in project.events("step")] == [1, 2]
     assert "not finite" in project.events("stop")[0]["reason"]
-
-
-def test_a_run_without_a_finite_step_fails(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sd3_light.flow import objectives
-
-    real = objectives.flow_loss
-    monkeypatch.setattr(objectives, "flow_loss", lambda *args: real(*args) * float("nan"))
     with pytest.raises(UserError, match="none of 2 steps was taken"):
-        project.train("max_steps=2")
-    assert project.events("export") == []
+        project.train("max_steps=2", 'output_dir="none"')
+    assert project.events("export", "none") == []
 
 
 def test_only_the_newest_checkpoints_and_exports_are_kept(project: Project, unproven: None) -> None:

@@ -165,7 +165,7 @@ def test_a_signal_stops_the_run_with_a_saved_step(
     assert "Traceback" not in session.output
 
 
-def test_each_session_continues_at_the_next_step(run: Project, sessions: list[Session]) -> None:
+def test_sessions_continue_at_the_next_step_and_leave_no_workers(run: Project, sessions: list[Session]) -> None:
     assert [event["step"] for event in sessions[0].of("start")] == [0]
     for before, after in pairwise(sessions):
         (resume,) = after.of("resume")
@@ -173,9 +173,6 @@ def test_each_session_continues_at_the_next_step(run: Project, sessions: list[Se
         assert resume["checkpoint"] == checkpoint_name(before.steps[-1])
     steps = [step for session in sessions for step in session.steps]
     assert steps == list(range(1, len(steps) + 1)), "no step is repeated or skipped"
-
-
-def test_loader_workers_ignore_ctrl_c_and_exit_with_the_run(sessions: list[Session]) -> None:
     session = sessions[1]
     assert len(session.observed["workers"]) >= 2
     assert session.observed["alive"] == []
@@ -205,29 +202,19 @@ def test_a_killed_worker_stops_the_run_with_one_line(project: Project, monkeypat
 # --- files and the clock -----------------------------------------------------------------------
 
 
-def test_the_file_save_writes_a_checkpoint_and_the_run_continues(sessions: list[Session]) -> None:
+def test_checkpoints_are_written_by_files_and_by_time(sessions: list[Session]) -> None:
     session = sessions[0]
     assert session.observed["file_is_gone"]
     by_file, by_signal = (event["step"] for event in session.of("checkpoint"))
     assert by_file + 2 < by_signal == session.steps[-1]
-
-
-def test_the_file_save_quit_stops_the_run_with_code_0(sessions: list[Session]) -> None:
     session = sessions[2]
     assert (session.code, session.observed["file_is_gone"]) == (0, True), session.output
     assert [(event["reason"], event["step"]) for event in session.of("stop")] == [("save_quit", session.steps[-1])]
     assert [event["step"] for event in session.of("checkpoint")] == [session.steps[-1]]
     assert session.lines("save_quit") == ["save_quit: saving a checkpoint, then stopping"]
-
-
-def test_a_run_that_quit_by_file_does_not_quit_again(sessions: list[Session]) -> None:
     times = [event["time"] for event in sessions[3].of("step")]
     assert times[-1] - times[0] > 2, "it continued after the request files were checked"
     assert [event["reason"] for event in sessions[3].of("stop")] == ["SIGINT"]
-
-
-def test_checkpoints_are_written_by_time(sessions: list[Session]) -> None:
-    """The last one is written for the signal. The interval is tested in test_requests.py, with a simulated clock."""
     *by_clock, by_signal = (event["step"] for event in sessions[1].of("checkpoint"))
     assert len(by_clock) >= 2
     assert all(before < after for before, after in pairwise([*by_clock, by_signal]))
@@ -255,9 +242,6 @@ def test_an_incomplete_checkpoint_is_reported_and_ignored(run: Project, sessions
     for later in sessions[2:]:
         assert later.lines("ignoring ") == later.lines("cleaned up ") == []
     assert leftovers(run.run) == []
-
-
-def test_nothing_else_is_in_the_folder(run: Project, sessions: list[Session]) -> None:
     assert sorted(path.name for path in run.run.iterdir()) == [
         ".lock",
         "checkpoints",

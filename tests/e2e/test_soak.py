@@ -178,11 +178,6 @@ def soak_test(project: Project, ways: Sequence[str], seed: int, at_the_end: Sequ
 WAYS = ["killed", "asked_to_stop", "killed_while_saving", "on_a_full_disk"]
 
 
-@pytest.mark.slow  # test_resume.py and test_signals.py cover each interruption
-def test_four_interruptions_change_nothing(project: Project) -> None:
-    soak_test(project, WAYS, seed=4)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_twenty_interruptions_change_nothing(project: Project) -> None:

@@ -1,7 +1,6 @@
 """Find the bad captions of a dataset, fix them and continue: in a real browser, with real files and processes."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,8 @@ from tests.e2e.browser import (
     choose_option,
     click_at,
     click_text,
-    start_browser,
     type_text,
+    wait_for,
 )
 from tests.e2e.browser import press as press_key
 from tests.e2e.ui_server import served
@@ -28,17 +27,6 @@ pytest.importorskip("starlette", reason="needs starlette and uvicorn, the extra 
 pytest.importorskip("uvicorn", reason="needs starlette and uvicorn, the extra ui")
 
 MANY = 20_000
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    started = start_browser(tmp_path_factory.mktemp("profile"))
-    yield started
-    started.close()
-
-
-def wait_for(browser: Browser, condition: str) -> None:
-    wait_until(lambda: browser.evaluate(condition), lambda: browser.evaluate("document.body.innerText"), pause=0.1)
 
 
 def press(browser: Browser, text: str) -> None:

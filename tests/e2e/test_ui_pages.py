@@ -11,12 +11,11 @@ import pytest
 from sd3_light.assets import DEMO
 from sd3_light.sample.png import read_png_facts
 from sd3_light.ui.folders import folder_id
-from tests.e2e.browser import Browser, assert_readable_in_both_schemes, start_browser
+from tests.e2e.browser import Browser, assert_readable_in_both_schemes, press, wait_for
 from tests.e2e.ui_server import served
 from tests.families import save_pipeline
 from tests.unit.ui.conftest import write_run
 from tests.unit.ui.test_evaluation_pages import write_evaluation
-from tests.waiting import wait_until
 
 pytest.importorskip("starlette", reason="needs starlette and uvicorn, the extra ui")
 pytest.importorskip("uvicorn", reason="needs starlette and uvicorn, the extra ui")
@@ -37,17 +36,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with served(runs, [DEMO], tmp_path_factory.mktemp("state")) as address:
         yield address
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    started = start_browser(tmp_path_factory.mktemp("profile"))
-    yield started
-    started.close()
-
-
-def wait_for(browser: Browser, condition: str) -> None:
-    wait_until(lambda: browser.evaluate(condition), lambda: browser.evaluate("document.body.innerText"), pause=0.1)
 
 
 def paths(runs: Path) -> list[str]:
@@ -104,6 +92,8 @@ def test_a_run_updates_itself_and_keeps_what_the_reader_set(browser: Browser, se
     )
     assert browser.evaluate("document.querySelectorAll('.grids figure').length") == 6
     assert browser.evaluate("document.querySelector('#samples details').open") is True
+    browser.open_address(f"{server}/runs/{folder_id(runs / 'first')}", 390)
+    assert browser.evaluate("getComputedStyle(document.querySelector('.chart.wide')).overflowX") == "visible"
 
 
 def test_a_run_that_fails_while_it_is_watched_says_why(
@@ -157,11 +147,6 @@ def test_images_appear_in_the_playground_and_their_settings_return(browser: Brow
     assert browser.evaluate("document.querySelector('[name=steps]').value") == "2"
 
 
-def test_the_wide_chart_does_not_scroll_on_a_phone(browser: Browser, server: str, runs: Path) -> None:
-    browser.open_address(f"{server}/runs/{folder_id(runs / 'first')}", 390)
-    assert browser.evaluate("getComputedStyle(document.querySelector('.chart.wide')).overflowX") == "visible"
-
-
 def set_value(selector: str, value: object, kind: str = "change") -> str:
     """Return a script that sets a field as a reader does."""
     return (
@@ -170,13 +155,6 @@ def set_value(selector: str, value: object, kind: str = "change") -> str:
     )
 
 
-def press(browser: Browser, key: str) -> None:
-    """Press a key where the focus is."""
-    for kind in ("keyDown", "keyUp"):
-        browser.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=KEYS[key])
-
-
-KEYS = {"ArrowLeft": 37, "ArrowRight": 39, "Escape": 27, " ": 32}
 OUTPUT = "document.querySelector('#matrix output').textContent"
 SOURCES = "JSON.stringify([...document.querySelectorAll('#matrix td img')].map(image => image.getAttribute('src')))"
 

@@ -17,8 +17,8 @@ from tests.e2e.browser import (
     click_at,
     click_text,
     press,
-    start_browser,
     type_text,
+    wait_for,
 )
 from tests.e2e.ui_server import served
 from tests.families import save_pipeline
@@ -45,19 +45,6 @@ def work(tmp_path_factory: pytest.TempPathFactory, raw_project: Project) -> Path
 def server(work: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with served(work, [DEMO], tmp_path_factory.mktemp("state")) as address:
         yield address
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    started = start_browser(tmp_path_factory.mktemp("profile"))
-    yield started
-    started.close()
-
-
-def wait_for(browser: Browser, condition: str) -> None:
-    """Wait until a condition is true in the page; it is false while another page is loaded."""
-    text = "document.querySelector('main')?.innerText ?? ''"
-    wait_until(lambda: browser.evaluate(f"Boolean({condition})"), lambda: browser.evaluate(text), pause=0.1)
 
 
 def set_field(browser: Browser, key: str, value: str) -> None:
