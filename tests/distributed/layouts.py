@@ -14,8 +14,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from sd3_light.checkpoint.reading import open_checkpoint
+from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.flow.objective import flow_loss
 
 ROOT = Path(__file__).parents[2]
@@ -108,11 +111,39 @@ def launch(jobs: Sequence[Job], folder: Path, timeout: int = 1500) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     job_list = folder / f"jobs-{world}.json"
     job_list.write_text(json.dumps([asdict(job) for job in jobs]), encoding="utf-8")
+    run_ranks(world, Path(__file__).resolve(), job_list, timeout=timeout)
+
+
+def run_ranks(world: int, *command: object, timeout: int = 240) -> "subprocess.CompletedProcess[str]":
+    """Run a program on the CPU in some processes of torchrun, or one of plain python; it must succeed.
+
+    Without CUDA, also where there is a GPU: NCCL does not let processes share one.
+    """
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
-    command = [sys.executable, *(torchrun if world > 1 else []), str(Path(__file__).resolve()), str(job_list)]
+    whole = [sys.executable, *(torchrun if world > 1 else []), *map(str, command)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=timeout)
+    done = subprocess.run(whole, env=environment, capture_output=True, text=True, check=False, timeout=timeout)
     assert done.returncode == 0, done.stderr[-8000:]
+    return done
+
+
+def saved(project: Any, run: str, step: int) -> Path:
+    """Return the checkpoint of a step of a run."""
+    return Path(project.folder / run / "checkpoints" / checkpoint_name(step))
+
+
+def same_steps(project: Any, run: str, reference: str, first: int, last: int) -> None:
+    """Compare the steps of a run after ``first`` and its last checkpoint with those of another run."""
+    expected = {event["step"]: event for event in project.events("step", reference)}
+    steps = project.events("step", run)
+    assert [event["step"] for event in steps] == list(range(first + 1, last + 1))
+    for event in steps:
+        for name in ("loss", "grad_norm", "param_norm"):
+            assert event[name] == pytest.approx(expected[event["step"]][name], rel=1e-4), (name, event["step"])
+    ours, theirs = (open_checkpoint(saved(project, name, last)) for name in (run, reference))
+    assert set(ours.shapes) == set(theirs.shapes)
+    for name in list(theirs.shapes)[:20]:
+        torch.testing.assert_close(ours.tensor(name), theirs.tensor(name), rtol=1e-3, atol=1e-4)
 
 
 def train_here(job: Job) -> None:

@@ -208,7 +208,7 @@ def test_collectives_of_the_loop_and_of_saving_do_not_mix(outcome: Outcome) -> N
     assert (saved["file"], saved["facts"]) == ("step-00000001", {"step": 1})
 
 
-def test_a_full_disk_on_one_rank_fails_the_save_for_all(outcome: Outcome) -> None:
+def test_a_save_that_fails_on_one_rank_fails_for_all(outcome: Outcome) -> None:
     failed, left, retried, following = outcome.of_both("full_disk")
     temporary = temporary_folder(outcome.folder / "saved", 2)
     assert failed["failed"] == (
@@ -218,49 +218,31 @@ def test_a_full_disk_on_one_rank_fails_the_save_for_all(outcome: Outcome) -> Non
     assert [save["file"] for save in (retried, following)] == ["step-00000002", "step-00000003"]
     sizes = [path.stat().st_size for path in (outcome.folder / "saved" / "step-00000003").glob("rank-*")]
     assert following["bytes"] == sum(sizes)
-
-
-def test_a_failed_commit_is_reported_on_all_ranks(outcome: Outcome) -> None:
     (failed,) = outcome.of_both("commit_fails")
     assert failed["failed"] == "rank 0: No space left on device: index.json; earlier checkpoints are intact"
-
-
-def test_leftovers_of_a_killed_run_are_not_in_the_checkpoint(outcome: Outcome) -> None:
-    (saved,) = outcome.of_both("leftovers")
-    path = outcome.folder / "saved" / saved["file"]
-    assert len(list(path.iterdir())) == 3
-    assert open_checkpoint(path).tensor("step/rows") == 5
-
-
-def test_only_the_newest_are_kept(outcome: Outcome) -> None:
-    assert {path.name for path in (outcome.folder / "saved").glob("step-*")} == {"step-00000003", "step-00000005"}
-
-
-def test_a_rank_that_writes_nothing_gets_the_result(outcome: Outcome) -> None:
-    (saved,) = outcome.of_both("one_writer")
-    path = outcome.folder / "alone" / saved["file"]
-    assert [file.name for file in path.glob("rank-*")] == ["rank-00000.safetensors"]
-    assert saved["bytes"] == (path / "rank-00000.safetensors").stat().st_size
-
-
-def test_a_rank_outside_of_the_group_does_nothing(outcome: Outcome) -> None:
-    (_, saved), other = (results["outsider"] for results in outcome.results)
-    assert saved["file"] == "step-00000001"
-    assert other == [{"idle": True}]
-
-
-def test_a_folder_that_is_not_shared_is_reported(outcome: Outcome) -> None:
     failed, left = outcome.of_both("not_shared")
     assert "rank 0: the part of rank 1 is not in" in failed["failed"]
     assert "use a folder that all machines share" in failed["failed"]
     assert left == {"left": []}
-
-
-def test_the_death_of_a_rank_fails_the_save_of_the_other(outcome: Outcome) -> None:
     (failed,) = outcome.results[0]["a_rank_dies"]
     assert failed["failed"].startswith("rank 0 lost the other ranks: ")
     assert "\n" not in failed["failed"]
     assert not (outcome.folder / "saved" / "step-00000006").exists()
+
+
+def test_saves_have_the_parts_of_their_writers_alone(outcome: Outcome) -> None:
+    (saved,) = outcome.of_both("leftovers")
+    path = outcome.folder / "saved" / saved["file"]
+    assert len(list(path.iterdir())) == 3
+    assert open_checkpoint(path).tensor("step/rows") == 5
+    assert {path.name for path in (outcome.folder / "saved").glob("step-*")} == {"step-00000003", "step-00000005"}
+    (saved,) = outcome.of_both("one_writer")
+    path = outcome.folder / "alone" / saved["file"]
+    assert [file.name for file in path.glob("rank-*")] == ["rank-00000.safetensors"]
+    assert saved["bytes"] == (path / "rank-00000.safetensors").stat().st_size
+    (_, saved), other = (results["outsider"] for results in outcome.results)
+    assert saved["file"] == "step-00000001"
+    assert other == [{"idle": True}]
 
 
 if __name__ == "__main__":

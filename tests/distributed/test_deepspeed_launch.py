@@ -81,21 +81,3 @@ def test_the_deepspeed_launcher_trains(reference: Project) -> None:
     ours = output.partition("the cache is trusted")[2].partition("exits successfully")[0]
     assert "SEED_LAYERS" not in ours
     assert "[INFO] [engine.py" not in ours
-
-
-@pytest.mark.slow  # test_layouts.py covers the pipeline, test_two_hosts.py the nodes
-def test_torchrun_trains_on_two_nodes(reference: Project) -> None:
-    """`torchrun --nnodes 2 --node_rank R --nproc_per_node 2 ... train.py --deepspeed --config X --trust_cache`: both
-    nodes are this machine, and each runs one stage of two pipelines."""
-    port, nodes = free_port(), []
-    for rank in range(2):
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={rank}"]
-        launcher += ["--nproc_per_node=2", "--master_addr=127.0.0.1", f"--master_port={port}"]
-        nodes.append(
-            start([*launcher, *arguments(reference, "nodes", "pipeline_stages=2", "micro_batch_size_per_gpu=2")])
-        )
-    finish(*nodes)
-    assert same_losses(reference, "nodes")
-    (event,) = reference.events("start", "nodes")
-    assert (event["world"], event["engine"]) == (4, "deepspeed pp2 dp2 zero1")
-    assert len(list((reference.folder / "nodes" / "checkpoints" / "step-00000002").glob("rank-*.safetensors"))) == 4

@@ -1,13 +1,10 @@
 """Several processes draw the prompts of one, get its rewards, and resume its runs."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from sd3_light.checkpoint.reading import open_checkpoint
-from sd3_light.checkpoint.store import checkpoint_name
-from tests.distributed.layouts import DDP, FSDP2, HAS_DEEPSPEED, ONE, ZERO1, ZERO2, Job, Layout, launch
+from tests.distributed.layouts import DDP, FSDP2, HAS_DEEPSPEED, ONE, ZERO1, ZERO2, Job, Layout, launch, saved
 from tests.project import Project
 from tests.unit.train.test_train_preferences import write_start
 from tests.unit.train.test_train_rewards import PROMPTS, REWARD
@@ -49,10 +46,6 @@ def trained(raw_project: Project, tmp_path_factory: pytest.TempPathFactory) -> P
     for world in (1, 2):
         launch(jobs[world], tmp_path_factory.mktemp("jobs"))
     return project
-
-
-def saved(project: Project, run: str, step: int) -> Path:
-    return Path(project.folder / run / "checkpoints" / checkpoint_name(step))
 
 
 @pytest.mark.parametrize("run", [name for name, (layout, _) in RUNS.items() if layout is not ONE])

@@ -1,7 +1,5 @@
 """Muon on matrices whose rows are sharded over three processes, some unevenly. As a program: one of the processes."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sd3_light.optim.batched_muon import BatchedMuon
+from tests.distributed.layouts import run_ranks
 
 SHAPES = ((72, 60), (60, 72), (5, 8), (2, 9), (7, 7), (24, 8), (10, 5))
 PARTS = (1, 1, 1, 1, 1, 3, 2)
@@ -59,11 +58,7 @@ def main(out: Path) -> None:
 
 
 def test_sharded_matrices_train_like_whole_ones(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={WORLD}"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parents[2])}
-    command += [str(Path(__file__).resolve()), str(tmp_path / "weights.pt")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_ranks(WORLD, Path(__file__).resolve(), tmp_path / "weights.pt")
     sharded = torch.load(tmp_path / "weights.pt", weights_only=True)
     assert sharded["world"] == WORLD
     whole = [nn.Parameter(matrix) for matrix in matrices()]

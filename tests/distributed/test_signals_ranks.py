@@ -73,22 +73,6 @@ def test_a_killed_worker_of_one_rank_stops_both_with_a_saved_step(
     assert [event["step"] for event in project.events("step")] == list(range(1, last + 3))
 
 
-@pytest.mark.slow  # test_layouts.py resumes sharded weights, test_signals.py stops by file
-def test_sharded_weights_stop_by_file_and_resume(project: Project) -> None:
-    """FSDP2 with `save_quit`: both ranks and torchrun exit with 0; one process resumes the checkpoint of both."""
-    with TrainProcess(project, launcher=TORCHRUN, **ENDLESS, parallel='"fsdp2"') as live:
-        live.wait_for_step(1)
-        (live.run / "save_quit").touch()
-        assert live.end() == 0, live.output
-    last = live.log.read("step")[-1]["step"]
-    assert [(event["step"], event["reason"]) for event in live.log.read("stop")] == [(last, "save_quit")]
-    assert_saved_by_both(project, last)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
-        assert project.train(f"max_steps={last + 2}", resume=Resume()).step == last + 2
-    assert [event["step"] for event in project.events("step")] == list(range(1, last + 3))
-
-
 def test_both_ranks_stop_if_the_first_save_fails(project: Project) -> None:
     """Rank 0 cannot make the folder. Both exit with 2 and the same line."""
     with TrainProcess(project, launcher=TORCHRUN, **ENDLESS) as live:

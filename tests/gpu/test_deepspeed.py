@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from sd3_light.config import SIZES, TrainConfig
-from sd3_light.core.batch import Batch
 from sd3_light.engines import Engine, Launch, deepspeed
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.families.sd3.module import SD3TrainingModule
 from sd3_light.families.sd3.random_weights import new_transformer
+from tests.gpu.test_engine import batch
 
 CUDA = torch.device("cuda", 0)
 MODEL = {"diffusers_path": "folder", "train_type": "sd3_light_pretrain", "size": "tiny2"}
@@ -25,14 +25,6 @@ def make(folder: Path, by_deepspeed: bool, zero: int, device: torch.device = CUD
     module = SD3TrainingModule(new_transformer(SIZES["tiny2"].transformer_config(), 0), config)
     make_engine = deepspeed.make_engine if by_deepspeed else TorchEngine
     return make_engine(module, config, Launch(), device)
-
-
-def batch(seed: int) -> Batch:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(4, 16, 8, 8), (4,), (4, 12, 256), (4, 224), (4, 16, 8, 8)]
-    noisy, times, prompt, pooled, target = (torch.randn(shape, generator=generator) for shape in shapes)
-    values = {"noisy": noisy, "t": times.sigmoid(), "prompt": prompt, "pooled": pooled, "target": target}
-    return Batch(4, values)
 
 
 def curve(engine: Engine) -> list[float]:

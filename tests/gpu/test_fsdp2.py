@@ -24,13 +24,11 @@ from sd3_light.engines.torch import TorchEngine
 from sd3_light.families.sd3.cost import SD3Cost, image_tokens
 from sd3_light.families.sd3.module import SD3TrainingModule
 from sd3_light.families.sd3.random_weights import new_transformer
-from tests.project import Project
 from tests.warm import REAL_PYTHON
 
 ROOT = Path(__file__).parents[2]
 SIZE = "sd3_light"
 BATCH, PIXELS, TEXT, STEPS = 16, 256, 128, 3
-SHARDED = 'parallel="fsdp2"'
 
 
 def config_of() -> TrainConfig:
@@ -99,18 +97,6 @@ def test_two_processes_train_like_one_in_the_estimated_memory(fast: bool) -> Non
     expected = estimated.total - estimated.context.value
     for rank in ranks:
         assert rank["peak"] == pytest.approx(expected, rel=0.08)
-
-
-def test_a_run_of_two_processes_trains_like_one(project: Project) -> None:
-    """Through the command line, with float32 numbers and stock blocks."""
-    project.train('output_dir="alone"', 'model.transformer_dtype="float32"')
-    command = [REAL_PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += [str(ROOT / "train.py"), "--config", str(project.train_toml)]
-    for key in ('output_dir="sharded"', SHARDED, "micro_batch_size_per_gpu=2", 'model.transformer_dtype="float32"'):
-        command += ["--set", key]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
-    assert done.returncode == 0, done.stderr
-    assert list(project.losses("sharded").values()) == pytest.approx(list(project.losses("alone").values()), rel=1e-4)
 
 
 if __name__ == "__main__":

@@ -44,17 +44,13 @@ def test_a_kernel_beyond_the_shared_memory_is_named(monkeypatch: pytest.MonkeyPa
     assert "the kernel residual_norm_backward does not fit in the shared memory of this GPU: it needs " in problem
 
 
-def test_a_kernel_that_does_not_compile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_does_not_compile_or_differs_is_named_and_the_fallback_compiles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(kernels.TUNING, "copy", {"R": 3, "num_warps": 4})  # not a power of two
     assert "does not compile or run on this GPU" in str(check_kernels(KernelShape(2, 64, "bfloat16"), CUDA, kernels))
-
-
-def test_a_kernel_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     real = kernels.scatter_rows
     monkeypatch.setattr(kernels, "scatter_rows", lambda *args: real(*args).roll(1, 0))
     problem = str(check_kernels(KernelShape(2, 64, "bfloat16"), CUDA, kernels))
     assert "the kernel scatter_rows differs from its reference" in problem
-
-
-def test_the_fallback_can_be_compiled() -> None:
     assert why_not_compiled(CUDA) is None
