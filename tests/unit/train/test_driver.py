@@ -224,15 +224,14 @@ def test_a_step_that_fails_while_it_updates_is_not_saved(tmp_path: Path, error: 
     assert case.of("stop") == [3]
 
 
-def test_an_average_that_fails_to_update_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_averages_and_models_that_are_half_updated_are_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = Case(tmp_path)
     monkeypatch.setattr(case.averages, "update", Mock(side_effect=ValueError("a bug")))
     case.error(ValueError)
     assert case.saved() == []
-
-
-def test_an_updated_model_that_is_not_counted_is_not_saved(tmp_path: Path) -> None:
-    """A checkpoint of step 2 with the weights of step 3 would train them twice."""
+    # a checkpoint of step 2 with the weights of step 3 would train them twice
     case = Case(tmp_path)
 
     def fail_at_2(position: int) -> int:
@@ -301,22 +300,28 @@ def test_a_failed_save_ends_the_run_only_if_it_is_the_last(tmp_path: Path, full:
     )
 
 
-def test_the_only_checkpoint_may_fail(tmp_path: Path, full: set[str]) -> None:
+def test_a_run_stops_if_its_first_save_fails_however_it_does(
+    tmp_path: Path, full: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     full.add("step-00000006")
     only = Case(tmp_path)
     message = "the checkpoint at step 6 failed: No space left on device; no checkpoint was ever saved: free disk "
     message += "space or fix the disk, then start again"
     assert only.error() == message
     assert only.of("stop", "reason") == [message]
-
-
-def test_a_run_stops_if_its_first_save_fails(tmp_path: Path, full: set[str]) -> None:
-    """At step 3 the failure of step 2 is known; another attempt is made at the end of that step's successor."""
+    # at step 3 the failure of step 2 is known; another attempt is made at the end of the next step
     full.add("step-")
     case = slowly(Case(tmp_path, schedule=HookSchedule(checkpoint=every(2))))
     assert case.error().startswith("the checkpoint at step 4 failed: No space left on device; no checkpoint was ever")
     assert (case.of("checkpoint_failed"), case.of("stop")) == ([2, 4], [4])
     assert case.saved() == []
+    # a disk that cannot be listed is reported like a full one
+    full.add("step-")
+    stale = Mock(side_effect=OSError(116, "Stale file handle"))
+    monkeypatch.setattr("sd3_light.checkpoint.store.newest_checkpoint", stale)
+    case = slowly(Case(tmp_path, schedule=HookSchedule(checkpoint=every(2))))
+    assert "no checkpoint was ever saved" in case.error()
+    assert case.of("checkpoint_failed") == [2, 4]
 
 
 def test_the_last_attempt_of_a_run_that_stops_may_succeed(tmp_path: Path, full: set[str]) -> None:
@@ -327,18 +332,6 @@ def test_the_last_attempt_of_a_run_that_stops_may_succeed(tmp_path: Path, full: 
         "(step 3 is saved: --resume continues from there)"
     )
     assert case.saved() == ["step-00000003"]
-
-
-def test_a_disk_that_cannot_be_listed_is_reported_like_a_full_one(
-    tmp_path: Path, full: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a network's disk that went stale: the save failed, and nothing else."""
-    full.add("step-")
-    stale = Mock(side_effect=OSError(116, "Stale file handle"))
-    monkeypatch.setattr("sd3_light.checkpoint.store.newest_checkpoint", stale)
-    case = slowly(Case(tmp_path, schedule=HookSchedule(checkpoint=every(2))))
-    assert "no checkpoint was ever saved" in case.error()
-    assert case.of("checkpoint_failed") == [2, 4]
 
 
 def test_a_run_may_continue_after_its_first_save_failed(tmp_path: Path, full: set[str]) -> None:

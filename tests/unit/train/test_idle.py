@@ -183,20 +183,20 @@ def test_waits_of_the_device_are_measured(device: Device, idle: float, bound: fl
             assert seconds == pytest.approx(device.milliseconds[name] / 1000, abs=1e-5)
 
 
-def test_measuring_does_not_slow_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measuring_and_records_do_not_slow_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(data=1, launch=3, work=20, depth=2)
     train_on(device, 600, monkeypatch, logging_steps=50)
     assert device.now == pytest.approx(600 * 0.020, rel=0.005)
-
-
-def test_the_device_works_while_a_record_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next step is queued before the host waits for the numbers of this one."""
+    # the next step is queued before the host waits for the numbers of this one
     device = Device(data=1, launch=3, work=20)
     records = train_on(device, 100, monkeypatch, logging_steps=2, writing=0.012)
     assert [record["step"] for record in records] == [*range(2, 101, 2)]
     assert all((record["steps"], record["samples"]) == (2, 4 * record["step"]) for record in records)
     assert device.now == pytest.approx(0.004 + 100 * 0.020, abs=0.03)
     assert records[20]["seconds"] == pytest.approx(0.020, rel=0.01)
+    # excluded work, such as an evaluation after every step
+    *_, record, _ = train_on(Device(data=1, launch=3, work=20), 100, monkeypatch, hook_every=1)
+    assert record["data_wait"] == 0
 
 
 @pytest.mark.parametrize("logging_steps", [1, 5])
@@ -223,13 +223,7 @@ def test_every_record_has_the_time_of_its_steps(
     assert 1000 * records[0]["seconds"] > 0.99 * device.milliseconds["work"]
 
 
-def test_waits_after_excluded_work_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as an evaluation after every step."""
-    *_, record, _ = train_on(Device(data=1, launch=3, work=20), 100, monkeypatch, hook_every=1)
-    assert record["data_wait"] == 0
-
-
-def test_a_record_counts_the_waits_of_the_steps_it_covers() -> None:
+def test_a_record_counts_the_waits_of_the_steps_it_covers(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(data=0, launch=3, work=20)
     gaps = DeviceGaps(device.mark)
     for number in range(1, 7):
@@ -240,10 +234,15 @@ def test_a_record_counts_the_waits_of_the_steps_it_covers() -> None:
     assert gaps.take(3) == (pytest.approx(0.003), 0)
     assert gaps.take(6) == (pytest.approx(0.012), 0)
     assert gaps.take(6) == (0.0, 0)
-
-
-def test_steps_bound_by_the_host_are_counted_only_where_updates_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that waits for its gradients would always seem to be bound by the host."""
+    device = Device(data=27, launch=3, work=18)
+    gaps = DeviceGaps(device.mark)
+    for number in range(100):
+        device.spend("data")
+        with gaps.step():
+            device.train_step([], 0.1)
+        gaps.take(number)
+    assert len(gaps._gaps) <= 2
+    # an engine that waits for its gradients would always seem to be bound by the host
     device = Device(data=1, launch=29, work=18)
     monkeypatch.setattr(meter.time, "perf_counter", lambda: device.now)
     measuring = Meter(gaps=DeviceGaps(device.mark))
@@ -264,17 +263,6 @@ def test_only_updates_that_wait_for_nothing_are_watched(optimizer: str, watched:
     watch_updates(engine, gaps)
     engine.train_step([line_batch()], 1e-3)
     assert gaps.sees_updates == watched
-
-
-def test_events_are_released_with_each_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Device(data=27, launch=3, work=18)
-    gaps = DeviceGaps(device.mark)
-    for number in range(100):
-        device.spend("data")
-        with gaps.step():
-            device.train_step([], 0.1)
-        gaps.take(number)
-    assert len(gaps._gaps) <= 2
 
 
 CAUSES = [
@@ -310,23 +298,19 @@ def test_the_cause_is_named_once(
     assert cause in line
 
 
-def test_a_main_process_without_a_core_is_named() -> None:
+def test_advice_comes_after_the_first_steps_and_not_to_a_busy_device(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Processes start and kernels are compiled in them."""
+    train_on(Device(data=1, launch=29, work=18), 2 * WARN_WINDOW - 10, monkeypatch)
+    assert "the GPU" not in capsys.readouterr().err
+    train_on(Device(data=1, launch=29, work=18), 2 * WARN_WINDOW + 10, monkeypatch)
+    assert "the GPU" in capsys.readouterr().err
+    train_on(Device(data=15, launch=3, work=20), 400, monkeypatch, logging_steps=50)
+    assert "the GPU" not in capsys.readouterr().err
     times = HostTimes(steps=50, bound=50, seconds=1.5, data=0.1, launch=1.4, launch_cpu=0.7)
     advice = IdleAdvice(12)
     assert advice.of(times) is None
     assert "got only 50% of a core while it queued kernels; lower num_dataloader_workers (now 12" in str(
         advice.of(times)
     )
-
-
-def test_the_first_steps_do_not_count(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Processes start and kernels are compiled in them."""
-    train_on(Device(data=1, launch=29, work=18), 2 * WARN_WINDOW - 10, monkeypatch)
-    assert "the GPU" not in capsys.readouterr().err
-    train_on(Device(data=1, launch=29, work=18), 2 * WARN_WINDOW + 10, monkeypatch)
-    assert "the GPU" in capsys.readouterr().err
-
-
-def test_a_busy_device_needs_no_advice(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    train_on(Device(data=15, launch=3, work=20), 400, monkeypatch, logging_steps=50)
-    assert "the GPU" not in capsys.readouterr().err

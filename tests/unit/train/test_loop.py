@@ -117,9 +117,6 @@ def test_it_trains_every_step_once_at_its_rate(start: Progress, end: Progress, s
 
 def test_samples_are_counted_per_step() -> None:
     assert train(run(4, samples_in=lambda step: [1, 10, 100, 1000][step])).samples == 1111
-
-
-def test_no_batch_is_read_beyond_the_end() -> None:
     taken: list[int] = []
 
     def steps(first: int) -> StepStream:
@@ -157,9 +154,6 @@ def test_after_an_error_all_complete_steps_are_counted() -> None:
     with pytest.raises(UserError, match="damaged"):
         train(steps)
     assert (steps.progress.step, steps.progress.skipped, steps.meter.window.steps) == (4, 1, 3)
-
-
-def test_after_an_error_of_one_process_nothing_waits_for_the_others() -> None:
     engine = CountingEngine(late=True)
     engine.world = 2  # type: ignore[misc]
 
@@ -228,19 +222,24 @@ def test_hooks_act_after_the_step_in_order() -> None:
     ]
     train(run(4, engine, hooks=hooks))
     assert acts == ["one@2:2", "two@2:8", "one@4:4", "two@4:16"]
+    engine = CountingEngine()
+    acted: list[int] = []
+    requests = QuitAfter(after=3)
+    hook = Hook("checkpoint", lambda a, b: requests.save, lambda progress: acted.append(progress.step))
+    assert train(run(10, engine, requests=requests, hooks=[hook])).step == 3
+    assert acted == [3]
 
 
 # --- steps that were not taken -----------------------------------------------------------------
 
 
-def test_a_skipped_step_is_counted_and_the_data_continue() -> None:
+def test_skipped_steps_are_counted_and_too_many_in_a_row_stop_the_run() -> None:
     engine = CountingEngine(bad=[1, 3])
     assert train(run(5, engine)) == Progress(step=5, samples=20, skipped=2, position=5)
     assert [number for number, _ in engine.seen] == [0, 1, 2, 3, 4]
     assert int(engine.weight) == 3
-
-
-def test_it_stops_after_too_many_in_a_row() -> None:
+    engine = CountingEngine(bad=[0, 1, 3, 4, 6, 7])
+    assert train(run(9, engine, max_nonfinite_steps=2)).skipped == 6
     engine = CountingEngine(bad=range(3, 100))
     acted: list[int] = []
     hook = Hook("checkpoint", every(steps=1), lambda progress: acted.append(progress.step))
@@ -250,11 +249,6 @@ def test_it_stops_after_too_many_in_a_row() -> None:
     assert acted == [1, 2, 3, 4, 5]
     with pytest.raises(UserError, match="1 steps in a row"):
         train(run(9, CountingEngine(bad=[4]), max_nonfinite_steps=0))
-
-
-def test_a_good_step_resets_the_count() -> None:
-    engine = CountingEngine(bad=[0, 1, 3, 4, 6, 7])
-    assert train(run(9, engine, max_nonfinite_steps=2)).skipped == 6
 
 
 def test_late_results_are_counted() -> None:
@@ -281,10 +275,7 @@ def test_nothing_waits_for_the_device_between_records() -> None:
     train(steps)
     assert reads == [0, 0, 0, 0]
     assert [result.reads for result in engine.results] == [1, 1, 1, 1]
-
-
-def test_hooks_wait_for_the_numbers_of_their_step() -> None:
-    """A checkpoint holds the skipped steps and the open window of the log; with logging_steps > 1 both arrive late."""
+    # hooks wait for the numbers of their step: a checkpoint holds the skipped steps and the open window
     seen: list[tuple[int, int, int]] = []
     hook = Hook("save", every(steps=3), lambda progress: seen.append((progress.step, progress.skipped, window())))
     steps = run(6, CountingEngine(bad=[1], late=True), logging_steps=6, hooks=[hook])
@@ -345,10 +336,7 @@ def test_a_record_is_the_mean_of_its_steps() -> None:
     assert [(line["step"], line["steps"]) for line in records] == [(4, 4), (8, 3), (10, 2)]
     assert [line["loss"] for line in records] == [2.5, 7.0, 9.5]  # the fifth step was not taken
     assert [line["step"] for line in lines if line["event"] == "skip"] == [5]
-
-
-def test_a_resumed_run_logs_the_same_means() -> None:
-    """Checkpoints hold the open window of the log."""
+    # a resumed run logs the same means: checkpoints hold the open window of the log
     whole = [line["loss"] for line in logged(8, logging_steps=4)]
     first = run(8, logging_steps=4, requests=QuitAfter(after=6), hooks=[Hook("all", every(steps=1), lambda p: None)])
     progress = train(first)
@@ -368,15 +356,6 @@ class QuitAfter(RunRequests):
     def poll(self) -> None:
         self.after -= 1
         self.quit = self.save = self.after == 0
-
-
-def test_a_run_that_is_asked_to_stop_saves_and_stops() -> None:
-    engine = CountingEngine()
-    acted: list[int] = []
-    requests = QuitAfter(after=3)
-    hook = Hook("checkpoint", lambda a, b: requests.save, lambda progress: acted.append(progress.step))
-    assert train(run(10, engine, requests=requests, hooks=[hook])).step == 3
-    assert acted == [3]
 
 
 @pytest.mark.parametrize(

@@ -58,10 +58,6 @@ def test_speed_counts_training_only(clock: list[float]) -> None:
     assert training_meter.record()["samples_per_second"] == pytest.approx(12.0), "a record resets the counters"
 
 
-def test_utilisation_needs_a_known_peak() -> None:
-    assert "mfu" not in Meter().record()
-
-
 def test_bands_are_means_over_their_samples() -> None:
     window = Window()
     window.add(numbers(1.0, [6.0, 0.0], [2.0, 0.0]))
@@ -69,9 +65,6 @@ def test_bands_are_means_over_their_samples() -> None:
     means = window.means()
     assert means["band"] == {"0.0-0.1": 3.0, "0.1-0.2": 5.0}
     assert (means["loss"], means["steps"]) == (2.0, 2)
-
-
-def test_a_window_survives_json_exactly() -> None:
     window = Window()
     window.add(numbers(0.1 + 0.2, [1 / 3], [1.0]))
     again = Window(**json.loads(json.dumps(asdict(window))))
@@ -84,9 +77,7 @@ def test_a_skipped_step_is_not_in_the_means() -> None:
     training_meter.add(2, result(float("nan"), taken=False), 1, 1)
     assert [(step, numbers.taken) for step, numbers in training_meter.collect(wait=True)] == [(1, True), (2, False)]
     assert training_meter.record()["loss"] == 5.0
-
-
-def test_an_empty_window_logs_nan() -> None:
+    assert "mfu" not in Meter().record()
     assert Meter().record()["loss"] != Meter().record()["loss"]
 
 

@@ -116,9 +116,6 @@ def test_auto_streams_on_a_cpu_from_a_url_and_for_less_than_an_epoch(place: Plac
     assert where(place(device=CPU)) == "stream"
     assert where(place(remote=True)) == "stream"
     assert where(place("max_steps=1")) == "stream"
-
-
-def test_auto_keeps_the_cache_from_the_gpu_where_batches_come_from_the_host(place: Place, gpu: dict[str, int]) -> None:
     assert where(place("pipeline_stages=2", launch=Launch(0, 0, 2))) == "host"
 
 
@@ -127,6 +124,9 @@ def test_all_ranks_choose_alike(place: Place, gpu: dict[str, int]) -> None:
     assert where(place(groups=groups)) == "device"
     object.__setattr__(groups, "room", Room(1 << 20, 0, 64 * GIB, 1))
     assert where(place(groups=groups)) == "host"
+    groups = Ranks()
+    object.__setattr__(groups, "problem", "CUDA out of memory")
+    assert place(groups=groups) is None
 
 
 @pytest.mark.parametrize(
@@ -158,12 +158,6 @@ def test_a_cache_that_cannot_be_loaded_after_all_is_streamed(
     monkeypatch.setattr(residence, "load_cache", lambda *_: (_ for _ in ()).throw(RuntimeError("a bug")))
     with pytest.raises(RuntimeError, match="a bug"):
         place()
-
-
-def test_all_ranks_stream_if_one_cannot_load(place: Place, gpu: dict[str, int]) -> None:
-    groups = Ranks()
-    object.__setattr__(groups, "problem", "CUDA out of memory")
-    assert place(groups=groups) is None
 
 
 def test_explicit_values_are_not_questioned(

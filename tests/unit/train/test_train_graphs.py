@@ -33,20 +33,17 @@ def choose(flops: float = 1e12, **keys: Any) -> bool:
     return bool(engine.records)
 
 
-def test_a_run_of_small_steps_says_that_it_records_graphs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recorded_graphs_are_said_and_refused_ones_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert choose()
     assert choose(compile=True), "compiled blocks, too"
     assert "CUDA graphs: forward and backward passes are recorded once per bucket shape" in capsys.readouterr().err
+    assert not choose(adapter=DROPPED, cuda_graphs=True)
+    reason = "an adapter with dropout draws numbers in each pass"
+    line = f"cuda_graphs = true is not available: {reason}; kernels are launched one by one\n"
+    assert capsys.readouterr().err.endswith(line)
 
 
 @pytest.mark.parametrize("keys", [{"cuda_graphs": False}, {"adapter": DROPPED}, {"flops": 1e15}])
 def test_other_runs_say_nothing(keys: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert not choose(**keys)
     assert capsys.readouterr().err == ""
-
-
-def test_a_request_that_cannot_be_met_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    assert not choose(adapter=DROPPED, cuda_graphs=True)
-    reason = "an adapter with dropout draws numbers in each pass"
-    line = f"cuda_graphs = true is not available: {reason}; kernels are launched one by one\n"
-    assert capsys.readouterr().err.endswith(line)

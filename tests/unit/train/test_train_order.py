@@ -26,9 +26,6 @@ def facts(
 
 def test_equal_orders_have_equal_facts() -> None:
     assert facts() == facts()
-
-
-def test_changes_of_the_order_change_its_facts() -> None:
     changed = [
         facts(seed=1),
         facts(batch=2),

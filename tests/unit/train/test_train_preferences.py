@@ -89,9 +89,6 @@ def test_the_cache_has_both_images_of_a_pair(project: Project) -> None:
     rejects = (project.cache / "rejects.jsonl").read_text()
     assert '"no_rejected"' in rejects
     assert names[0] in rejects
-
-
-def test_a_changed_rejected_image_is_encoded_again(project: Project) -> None:
     name = sorted(read(project))[3]
     before = read(project)[name]
     assert project.build_cache(*DPO)[0].encoded == 0

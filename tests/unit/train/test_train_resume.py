@@ -143,13 +143,6 @@ def test_a_damaged_only_checkpoint_stops_the_run_and_stays(tmp_path: Path, resum
     assert listing(run) == before
 
 
-def test_a_copy_can_be_resumed_where_every_checkpoint_is_damaged(tmp_path: Path) -> None:
-    run, copy = write_run(tmp_path / "run", 2), write_run(tmp_path / "copy", 1)
-    damage(run, 2)
-    assert choose_checkpoint(run, Resume(at(copy, 1))) == at(copy, 1)
-    assert names(run) == ["abandoned-step-00000002"], "set aside, not deleted"
-
-
 def test_a_restart_sets_everything_aside(tmp_path: Path) -> None:
     run = write_run(tmp_path, 1, 2)
     damage(run, 2)
@@ -175,14 +168,15 @@ def test_a_checkpoint_that_was_being_replaced_counts(tmp_path: Path) -> None:
     assert choose_checkpoint(run, Resume()) == at(run, 2)
 
 
-def test_a_run_folder_rejects_another_runs_checkpoint(tmp_path: Path) -> None:
+def test_checkpoints_of_other_runs_and_orders_are_compared(tmp_path: Path) -> None:
     run, other = write_run(tmp_path / "one", 5), write_run(tmp_path / "other", 2)
     with pytest.raises(UserError, match=r"one holds another run \(step-00000005\) than .*other"):
         choose_checkpoint(run, Resume(at(other, 2)))
     assert choose_checkpoint(tmp_path / "new", Resume(at(other, 2))) == at(other, 2)
-
-
-def test_the_first_difference_of_two_orders_is_named() -> None:
+    run, copy = write_run(tmp_path / "run", 2), write_run(tmp_path / "copy", 1)
+    damage(run, 2)
+    assert choose_checkpoint(run, Resume(at(copy, 1))) == at(copy, 1)
+    assert names(run) == ["abandoned-step-00000002"], "set aside, not deleted"
     order = {"seed": 1, "buckets": [[4, 16, 40, 10, "ab"]]}
     assert _difference(order, {**order, "seed": 2}) == "seed 1, now 2"
     assert _difference(order, {"seed": 1, "buckets": []}) == "1 buckets, now 0"

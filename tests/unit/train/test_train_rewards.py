@@ -201,7 +201,7 @@ def test_a_bad_reward_is_named(project: Project, score: Any, problem: str) -> No
         run(project, score=score)
 
 
-def test_the_judge_of_the_world_scores_its_own_images() -> None:
+def test_the_judge_of_the_world_scores_its_own_images(tmp_path: Path) -> None:
     from sd3_light.evaluate.rewards import world_reward
     from sd3_light.world import render_scene
     from sd3_light.world.captions import parse_caption
@@ -210,6 +210,16 @@ def test_the_judge_of_the_world_scores_its_own_images() -> None:
     assert world_reward(np.stack(images), PROMPTS) == [1.0, 1.0, 1.0]
     others = world_reward(np.stack(images), [*PROMPTS[1:], PROMPTS[0]])
     assert max(others) <= 0.5
+    from sd3_light.evaluate.rewards import open_reward, scores
+    from tests.judge_folders import write_clip, write_vision
+
+    score = open_reward(write_clip(tmp_path / "clip"), torch.device("cpu"))
+    images = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
+    values = scores(score, images, ["a red circle", "a blue star", "a red circle"])
+    assert values.shape == (3,)
+    assert all(-1 <= value <= 1 for value in values)
+    with pytest.raises(UserError, match="has no text encoder; give a CLIP folder"):
+        open_reward(write_vision(tmp_path / "vision"), torch.device("cpu"))
 
 
 def test_faults_name_what_contradicts_rewards(project: Project) -> None:
@@ -229,7 +239,7 @@ def test_faults_name_what_contradicts_rewards(project: Project) -> None:
         project.load()
 
 
-def test_check_names_what_is_missing(project: Project) -> None:
+def test_check_names_what_is_missing_and_states_images_memory_and_time(project: Project) -> None:
     from sd3_light.check import verb as check
 
     def faults(*keys: str) -> str:
@@ -251,11 +261,6 @@ def test_check_names_what_is_missing(project: Project) -> None:
     single = ("reward.steps=1", "model.last_time=0.25")
     assert "reward.steps: the scheduler's last time is 0.25" in faults(*single)
     check.load(project.train_toml, [*KEYS, 'reward.score="world"'])
-
-
-def test_check_states_images_memory_and_time(project: Project) -> None:
-    from sd3_light.check import verb as check
-
     plain = check.run(project.load(*KEYS))
     lines = plain.drawing
     assert lines is not None
@@ -268,19 +273,6 @@ def test_check_states_images_memory_and_time(project: Project) -> None:
     assert adapted.setup.other_models == plain.setup.other_models, "an adapter is switched off"
     often = check.run(project.load(*KEYS, "reward.every_n_steps=1"))
     assert often.run_flops.value > plain.run_flops.value
-
-
-def test_a_clip_folder_scores_images(tmp_path: Path) -> None:
-    from sd3_light.evaluate.rewards import open_reward, scores
-    from tests.judge_folders import write_clip, write_vision
-
-    score = open_reward(write_clip(tmp_path / "clip"), torch.device("cpu"))
-    images = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
-    values = scores(score, images, ["a red circle", "a blue star", "a red circle"])
-    assert values.shape == (3,)
-    assert all(-1 <= value <= 1 for value in values)
-    with pytest.raises(UserError, match="has no text encoder; give a CLIP folder"):
-        open_reward(write_vision(tmp_path / "vision"), torch.device("cpu"))
 
 
 def test_the_report_charts_rewards(project: Project) -> None:

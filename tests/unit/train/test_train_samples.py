@@ -38,17 +38,15 @@ def test_samples_are_drawn_at_chosen_steps(project: Project, key: str, steps: li
     assert drawn_at(project, key) == steps
 
 
-def test_a_card_shows_the_newest_samples_up_to_its_step_as_a_small_image(tmp_path: Path) -> None:
+def test_a_card_shows_the_newest_samples_up_to_its_step_as_a_small_image(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "samples").mkdir()
     for step, side in ((2, 40), (4, 4000), (6, 60)):
         Image.new("RGB", (side, side // 2)).save(tmp_path / "samples" / f"step-{step:08d}.png")
     assert newest_samples(tmp_path, 1) == {}
     assert Image.open(BytesIO(newest_samples(tmp_path, 3)["samples.jpg"])).size == (40, 20)
     assert Image.open(BytesIO(newest_samples(tmp_path, 5)["samples.jpg"])).size == (2048, 1024)
-
-
-def test_a_broken_image_leaves_the_card_without_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "samples").mkdir()
     (tmp_path / "samples" / "step-00000002.png").write_bytes(b"not a PNG")
     assert newest_samples(tmp_path, 2) == {}
     assert "the card has no samples: " in capsys.readouterr().err

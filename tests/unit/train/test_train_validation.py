@@ -74,6 +74,17 @@ def test_rows_of_the_one_cache_are_divided(divided: Project, capsys: pytest.Capt
     assert Manifest.load(divided.cache).counts[HELD_OUT] == 2
     divided.build_cache()
     assert ids_of(divided, "validation") == held
+    loaded = divided.load()
+    data = open_cache(loaded.dataset, loaded.train, Launch(), "train")
+    orders = [make_order(data, loaded, Launch(rank, 2)) for rank in range(2)]
+    assert orders[0] == orders[1]
+    seen = [
+        number
+        for rank in range(2)
+        for step in range(orders[0].steps_per_epoch)
+        for number in MicroBatches(data, orders[0], rank, 2, 1)[step]["sample_id"].tolist()
+    ]
+    assert set(seen) == ids_of(divided, "train")
 
 
 def test_a_run_trains_evaluates_and_says_so(divided: Project, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,21 +119,6 @@ def test_the_validation_loss_is_that_of_a_set_of_the_same_images(divided: Projec
     assert by_set.keys() == {"validation", "val"}
     # noise follows the sample's id, which differs between the two
     assert by_set["validation"]["flow"] == pytest.approx(by_set["val"]["flow"], rel=0.2)
-
-
-def test_two_processes_see_every_training_sample_once(divided: Project) -> None:
-    divided.build_cache()
-    loaded = divided.load()
-    data = open_cache(loaded.dataset, loaded.train, Launch(), "train")
-    orders = [make_order(data, loaded, Launch(rank, 2)) for rank in range(2)]
-    assert orders[0] == orders[1]
-    seen = [
-        number
-        for rank in range(2)
-        for step in range(orders[0].steps_per_epoch)
-        for number in MicroBatches(data, orders[0], rank, 2, 1)[step]["sample_id"].tolist()
-    ]
-    assert set(seen) == ids_of(divided, "train")
 
 
 def add_image(project: Project, name: str, image: Image.Image) -> int:
@@ -165,12 +161,24 @@ def test_a_cache_at_a_url_has_the_same_sides(divided: Project, tmp_path: Path) -
     assert here == there
 
 
-def test_a_lost_cache_holds_out_the_same_images(divided: Project) -> None:
+def test_sides_are_decided_once_and_return_with_a_lost_cache_or_split(
+    divided: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     divided.build_cache()
     held = ids_of(divided, "validation")
     shutil.rmtree(divided.cache)
     divided.build_cache()
     assert ids_of(divided, "validation") == held
+    divided.data(DIVIDED.replace("validation = true", ""))
+    divided.build_cache()
+    assert Manifest.load(divided.cache).held_out is None
+    divided.data(DIVIDED)
+    divided.build_cache()
+    assert ids_of(divided, "validation") == held
+    assert (divided.cache / "catalogue" / RECORD).is_file()
+    fail: Callable[..., Any] = lambda *_: pytest.fail("the images are compared again")  # noqa: E731
+    monkeypatch.setattr("sd3_light.cache.split.split_images", fail)
+    divided.build_cache()
 
 
 def test_an_image_that_cannot_be_decoded_is_not_held_out(fresh_project: Project) -> None:
@@ -189,25 +197,6 @@ def test_a_cache_without_a_split_is_refused(project: Project) -> None:
     refusal = r"no part of the cache at .* is held out, and .* says validation = true"
     with quick_caching(), pytest.raises(UserError, match=refusal):
         cache_then_train(project.load(), Launch(), CacheOptions(trust=True))
-
-
-def test_the_split_can_be_turned_off(divided: Project) -> None:
-    divided.build_cache()
-    held = ids_of(divided, "validation")
-    divided.data(DIVIDED.replace("validation = true", ""))
-    divided.build_cache()
-    assert Manifest.load(divided.cache).held_out is None
-    divided.data(DIVIDED)
-    divided.build_cache()
-    assert ids_of(divided, "validation") == held
-    assert (divided.cache / "catalogue" / RECORD).is_file()
-
-
-def test_sides_are_decided_once(divided: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    divided.build_cache()
-    fail: Callable[..., Any] = lambda *_: pytest.fail("the images are compared again")  # noqa: E731
-    monkeypatch.setattr("sd3_light.cache.split.split_images", fail)
-    divided.build_cache()
 
 
 def test_eval_sets_are_not_divided(divided: Project) -> None:

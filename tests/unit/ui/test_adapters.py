@@ -71,9 +71,6 @@ def test_the_settings_of_an_image_fill_the_form(playground: Playground, tmp_path
     assert values["model"] == folder_id(DEMO)
     assert values["chosen_loras"] == {folder_id(file): 0.5}
     assert values["notes"] == [f"the LoRA lost.safetensors ({'0' * 16}) is not among the listed files; write FILE:2"]
-
-
-def test_an_unknown_model_is_named(playground: Playground) -> None:
     values = playground.settings_of(facts(fingerprint="f" * 16))
     assert values["model"] is None
     assert values["notes"] == [f"none of the models here has the weights of demo ({'f' * 16})"]

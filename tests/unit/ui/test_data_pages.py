@@ -89,9 +89,6 @@ def test_pages_show_every_sample_once(folders: Folders, cache: Path) -> None:
     assert "page=2" in first
     assert "page=3" not in second
     assert "page=1" in second
-
-
-def test_the_search_ignores_case_and_pages_too(folders: Folders, cache: Path) -> None:
     assert len(keys(cache_page(folders, folder_id(cache), 1, "CAT 1"))) == 11 + 6
     assert keys(cache_page(folders, folder_id(cache), 1, "cat 19")) == [f"{LABEL}/32x32-19.png"]
     assert len(keys(cache_page(folders, folder_id(cache), 2, "猫"))) == 35 - PAGE_SIZE

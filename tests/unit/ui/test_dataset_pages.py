@@ -132,6 +132,7 @@ def test_samples_are_filtered_sorted_and_counted(pages: Pages) -> None:
     page = pages.get(tags="1")
     assert "house 2" in page.text
     assert "page 1 of 1" in page.text
+    assert all(len(names(pages.get(sort=each))) == 5 for each in sample_index.SORTS if each != "similarity")
 
 
 @pytest.mark.parametrize(
@@ -257,9 +258,6 @@ def test_a_missing_caption_is_written_and_the_sample_is_used(pages: Pages, root:
     assert "bare" in names(pages.get())
     assert names(pages.get(show="rejected")) == ["broken"]
     assert "bare" in names(pages.list().get())
-
-
-def test_a_repaired_image_is_used_after_listing_again(pages: Pages, root: Path) -> None:
     Image.new("RGB", (64, 64)).save(root / "images/broken.png")
     assert "broken" in names(pages.list().get())
     cache = root / "data.cache"
@@ -429,10 +427,6 @@ def test_images_that_fit_no_bucket_are_rejected(root: Path) -> None:
     assert rejected == ["a", "b", "evil<b>", "sub/c"]
 
 
-def test_sorting_knows_every_choice(pages: Pages) -> None:
-    assert all(len(names(pages.get(sort=each))) == 5 for each in sample_index.SORTS if each != "similarity")
-
-
 @pytest.mark.parametrize(("old", "new"), [("a" * 2000, "ab" * 1000), ("a " * 1000, "a b " * 500)])
 def test_captions_that_repeat_themselves_are_compared_soon(old: str, new: str) -> None:
     started = time.process_time()
@@ -445,8 +439,5 @@ def test_captions_that_repeat_themselves_are_compared_soon(old: str, new: str) -
 @pytest.mark.parametrize("name", ["a\x7fb", 'a"b\n', "中"])
 def test_a_list_of_any_name_is_named_in_the_toml(name: str) -> None:
     assert tomllib.loads(_with_key(b"# x\n[[directory]]\n", "exclude", name).decode())["exclude"] == name
-
-
-def test_a_name_that_is_not_utf8_is_refused() -> None:
     with pytest.raises(UserError, match="cannot be added to the dataset TOML"):
         _with_key(b"[[directory]]\n", "exclude", "a\udcff")

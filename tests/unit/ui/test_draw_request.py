@@ -83,6 +83,18 @@ def test_a_file_with_a_colon_keeps_its_strength_apart(tmp_path: Path) -> None:
         ({"chosen_loras": {"x": "1"}}, "there is no LoRA 'x' any more"),
         ({"chosen_loras": {"l": "much"}}, "style.safetensors is 'much'"),
         ({"columns_values": "\ud800"}, "half of a surrogate pair"),
+        *(({name: "a \ud800 b"}, f"{name} contains half of a") for name in ("prompt", "negative_prompt", "loras")),
+        ({"models": []}, "no model is chosen"),
+        ({"prompt": " "}, "the prompt is empty"),
+        ({"seeds": "-1"}, "'-1' is not a seed"),
+        ({"seeds": "1, 8-5"}, "'8-5' is not a seed"),
+        ({"seeds": "9" * 5000}, "is not a seed"),
+        ({"seeds": "0-999999999999"}, "is not a seed"),
+        ({"seeds": "9223372036854775808"}, r"2\*\*63 - 1"),
+        ({"seeds": "0-200 300-400"}, "302 images are too many"),
+        ({"steps": "0"}, "steps is '0'; it must be a number from 1 to 1000"),
+        ({"guidance": "nan"}, "guidance is 'nan'"),
+        ({"sampler": "magic"}, "unknown sampler"),
     ],
 )
 def test_values_that_are_not_valid_are_refused(values: dict[str, Any], text: str) -> None:

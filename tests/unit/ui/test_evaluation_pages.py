@@ -66,10 +66,7 @@ def test_the_best_and_the_worst_images_are_beside_the_true_ones(tmp_path: Path) 
     assert randoms[0] == randoms[1] != randoms[2]
     with Image.open(evaluated_image(folders, key, "model", 5)) as image:
         assert image.getpixel((0, 0)) == (1, 5, 0)
-
-
-def test_an_evaluation_of_an_earlier_version_is_shown_without_order(tmp_path: Path) -> None:
-    folder = write_evaluation(tmp_path / "eval", each=None)
+    folder = write_evaluation(tmp_path / "old", each=None)
     page = evaluation_page(Folders([tmp_path]), folder_id(folder), View())
     assert "kept no scores" in page
     assert len(cards(page)) == PAGE_SIZE

@@ -100,22 +100,14 @@ def test_a_measurement_that_is_not_numbers_is_named(tmp_path: Path, group: Any) 
         stage.run(tmp_path)
 
 
-def test_values_beyond_fp32_are_marked_as_not_finite(tmp_path: Path) -> None:
+def test_huge_values_and_steps_that_are_not_whole_are_handled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events = [{**event, "loss": 1e300} if event.get("step") == 5 else event for event in TIMED]
     write(tmp_path, events)
     loss = stage.run(tmp_path).steps["loss"]
     assert (loss.nonfinite, [x for x, _ in loss.points]) == ([5], [6])
-
-
-def test_a_spike_does_not_change_the_smoothed_values_after_it(tmp_path: Path) -> None:
     steps = [{"event": "step", "time": 1.8e9, "step": step, "loss": 1e30 if step == 9 else 0.5} for step in range(200)]
     write(tmp_path, steps)
     assert stage.run(tmp_path).steps["loss"].smooth()[0][-1] == (199, 0.5)
-
-
-def test_the_scan_of_a_long_log_parses_a_step_that_is_not_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr("sd3_light.report.run_log.MOST_PARSED", 1)
     common = {"event": "step", "time": 1.8e9}
     write(tmp_path, [{**common, "step": step, "loss": 0.5, "grad_norm": 0.5, "lr": 1} for step in (1, 2, 2.5, 3)])

@@ -134,13 +134,7 @@ def test_only_the_new_lines_of_a_log_are_read(runs: Path, monkeypatch: pytest.Mo
         assert f"at step {step}" in ParsedPage(runs_page(folders)).text
 
 
-def test_equal_names_have_different_ids(tmp_path: Path) -> None:
-    first, second = (folder_id(tmp_path / name / "run ä/") for name in "ab")
-    assert first != second
-    assert first.startswith("run---")
-
-
-def test_the_lock_tells_whether_a_run_is_running(runs: Path) -> None:
+def test_the_lock_tells_whether_a_run_is_running(runs: Path, tmp_path: Path) -> None:
     folders, first = Folders([runs]), runs / "first"
     assert not is_locked(first)
     assert run_row(folders, folder_id(first)).status == "at step 40; not running"
@@ -152,9 +146,6 @@ def test_the_lock_tells_whether_a_run_is_running(runs: Path) -> None:
         assert "40 s left" in ParsedPage(runs_page(folders)).text
         assert "Save and stop" in ParsedPage(run_page(folders, folder_id(first))).text
     assert not is_locked(first)
-
-
-def test_asking_for_the_lock_does_not_take_it(tmp_path: Path) -> None:
     (tmp_path / ".lock").touch()
     assert not is_locked(tmp_path)
     with locked_folder(tmp_path):
@@ -179,6 +170,14 @@ def test_a_run_has_the_sections_of_its_report_and_links_instead_of_data(runs: Pa
     assert sources == [f"/runs/{run_id}/sample?file=samples/step-{step:08d}.png" for step in (10, 20, 30, 40)]
     assert "data:image" not in page.source
     assert "connect-src 'self'" in page.policy
+    folders = Folders([runs])
+    for page in (compare_page, samples_page):
+        with pytest.raises(UserError, match="no run is chosen"):
+            page(folders, [])
+        with pytest.raises(UserError, match="no run nothing"):
+            page(folders, ["nothing"])
+    with pytest.raises(UserError, match="unknown order 'y'; use one of newest, name"):
+        runs_page(folders, (), "", "y")
 
 
 def test_runs_are_compared_line_by_line(runs: Path) -> None:
@@ -191,39 +190,30 @@ def test_runs_are_compared_line_by_line(runs: Path) -> None:
     for first, second in zip(validation.lines[0].points, validation.lines[1].points, strict=True):
         assert second == (first[0], pytest.approx(first[1] + 0.1))
     assert [line.source for line in loss.lines] == [("a", "loss", "mean"), ("b", "loss", "mean")]
-
-
-def test_thirty_runs_have_different_lines(runs: Path) -> None:
     report = Folders([runs]).report(runs / "first")
     charts = comparison_charts({str(number): report for number in range(30)})
     assert len({line.color for line in charts[0].lines}) == 30
     assert not any(chart.has_legend for chart in charts)
-
-
-def test_a_run_without_a_quantity_keeps_its_color_elsewhere(runs: Path) -> None:
-    folders = Folders([runs])
     first, second = folders.report(runs / "first"), folders.report(runs / "deep" / "second")
     del first.steps["lr"]
     charts = {chart.title: chart for chart in comparison_charts({"a": first, "b": second})}
     assert [(line.name, line.color) for line in charts["Learning rate"].lines] == [("b", "c1 d0")]
 
 
-def test_compared_runs_of_one_name_show_their_parents(tmp_path: Path) -> None:
+def test_runs_and_exports_of_one_name_are_told_apart(tmp_path: Path) -> None:
     ids = [folder_id(write_run(tmp_path / name / "run")) for name in "ab"]
     text = ParsedPage(compare_page(Folders([tmp_path]), ids)).text
     assert "a/run" in text
     assert "b/run" in text
-
-
-def test_faults_of_requests_are_user_errors(runs: Path) -> None:
-    folders = Folders([runs])
-    for page in (compare_page, samples_page):
-        with pytest.raises(UserError, match="no run is chosen"):
-            page(folders, [])
-        with pytest.raises(UserError, match="no run nothing"):
-            page(folders, ["nothing"])
-    with pytest.raises(UserError, match="unknown order 'y'; use one of newest, name"):
-        runs_page(folders, (), "", "y")
+    first, second = (folder_id(tmp_path / name / "run ä/") for name in "ab")
+    assert first != second
+    assert first.startswith("run---")
+    for name in "ab":
+        (write_run(tmp_path / name / "run") / "exports" / "step-00000010").mkdir(parents=True)
+    playground = Playground(Folders([tmp_path]), tmp_path / "out", [tmp_path], pytest.fail)
+    labels = [label for label, _ in playground.models().values()]
+    assert len(set(labels)) == 3
+    assert labels[:2] == [str(tmp_path), "run/step-00000010"]
 
 
 def matrix_of(page: ParsedPage) -> dict[str, Any]:
@@ -245,9 +235,6 @@ def test_samples_are_a_matrix_of_prompts_steps_and_runs(runs: Path) -> None:
     filtered = matrix_of(ParsedPage(samples_page(folders, ids[:1], "RED")))
     assert filtered["keys"] == [[PROMPTS[0], seed] for seed in SEEDS]
     assert filtered["layouts"] == [[0, 1, -1, -1]]
-
-
-def test_a_cell_is_the_image_of_its_prompt_and_seed(runs: Path) -> None:
     for number in range(4):
         with Image.open(io.BytesIO(sample_image(runs / "first", "samples/step-00000020.png", number))) as image:
             assert image.size == (128, 96)  # the grid enlarges twice
@@ -277,12 +264,3 @@ def test_hostile_cells_are_ignored(tmp_path: Path, cells: str) -> None:
     save_png(Image.new("RGB", (8, 8)), tmp_path / "grid.png", {"prompts": ["a"], "seeds": [0], "cells": cells})
     with pytest.raises(UserError, match="no image 0"):
         sample_image(tmp_path, "grid.png", 0)
-
-
-def test_exports_of_runs_with_one_name_have_different_labels(tmp_path: Path) -> None:
-    for name in "ab":
-        (write_run(tmp_path / name / "run") / "exports" / "step-00000010").mkdir(parents=True)
-    playground = Playground(Folders([tmp_path]), tmp_path / "out", [tmp_path], pytest.fail)
-    labels = [label for label, _ in playground.models().values()]
-    assert len(set(labels)) == 3
-    assert labels[:2] == [str(tmp_path), "run/step-00000010"]

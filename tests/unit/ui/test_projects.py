@@ -99,9 +99,6 @@ def test_faults_of_syntax_have_their_line(served: Path) -> None:
         answer = client_of(served).post(f"{path_of(config)}/review", json={"text": "a = 1\nb = [\n"}).json()
         assert answer["faults"][0]["line"] in (2, 3)
         assert answer["form"] == ""
-
-
-def test_the_text_on_the_disk_decides_nothing(served: Path) -> None:
     config = served / "data.toml"
     text = config.read_text()
     config.write_text("size_buckets = 3\n[[directory]]\n")
@@ -120,6 +117,11 @@ def test_a_value_of_the_form_changes_its_line_alone(served: Path) -> None:
     refused = client.post(f"{path_of(config)}/value", json={"text": text, "key": "max_steps", "value": "[9"})
     assert (refused.status_code, "not TOML" in refused.json()["error"]) == (400, True)
     assert config.read_text() != answer["text"], "nothing is written"
+    values = {"text": "a = 1\n", "key": ".".join("b" * 5000), "value": "1"}
+    reply = client_of(served).post(f"{path_of(served / 'train.toml')}/value", json=values)
+    assert reply.status_code == 400
+    with pytest.raises(UserError, match="there is no config none"):
+        review_text(Projects(Folders([served])), "none", "")
 
 
 def test_saving_keeps_comments_and_refuses_what_changed(served: Path) -> None:
@@ -293,11 +295,6 @@ def test_the_editor_offers_what_the_run_allows(served: Path) -> None:
     assert ">Resume</button>" not in client.get(path_of(config)).text
 
 
-def test_a_review_needs_a_known_config(served: Path) -> None:
-    with pytest.raises(UserError, match="there is no config none"):
-        review_text(Projects(Folders([served])), "none", "")
-
-
 def test_long_names_and_huge_files_leave_the_pages_alive(served: Path) -> None:
     text = (served / "train.toml").read_text()
     (served / "long.toml").write_text(text.replace('"data.toml"', f'"{"x" * 5000}"'))
@@ -306,12 +303,6 @@ def test_long_names_and_huge_files_leave_the_pages_alive(served: Path) -> None:
     client = client_of(served)
     for path in ("/projects", "/data", path_of(served / "long.toml"), path_of(served / "deep.toml")):
         assert client.get(path).status_code == 200, path
-
-
-def test_a_key_that_is_too_deep_is_refused(served: Path) -> None:
-    values = {"text": "a = 1\n", "key": ".".join("b" * 5000), "value": "1"}
-    reply = client_of(served).post(f"{path_of(served / 'train.toml')}/value", json=values)
-    assert reply.status_code == 400
 
 
 def test_every_route_that_is_not_get_refuses_other_websites_and_strangers(served: Path) -> None:

@@ -94,7 +94,9 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
 def test_a_run_starts_at_once_and_its_end_is_noticed(machine: Machine) -> None:
     queue = machine.queue()
     job = queue.add(machine.config())
-    (running,) = queue.jobs()
+    assert machine.state.stat().st_mode & 0o077 == 0, "the state is for the user alone"
+    with locked_state(machine.state):  # the run does not inherit the lock
+        (running,) = queue.jobs()
     assert (running.id, running.state, running.slot) == (job.id, RUNNING, CPU)
     assert running.process.is_alive
     assert queue.is_pending(machine.run())
@@ -368,13 +370,6 @@ def test_the_lock_of_a_killed_server_blocks_no_other(machine: Machine, monkeypat
     machine.queue().add(machine.config())
 
 
-def test_started_runs_do_not_inherit_the_lock(machine: Machine) -> None:
-    queue = machine.queue()
-    queue.add(machine.config())
-    with locked_state(machine.state):  # the run continues meanwhile
-        assert queue.jobs()[0].process.is_alive
-
-
 @pytest.mark.parametrize(
     "damage",
     [
@@ -432,11 +427,6 @@ def test_a_state_folder_that_others_can_write_to_is_refused(machine: Machine, mo
     machine.state.chmod(0o700)
 
 
-def test_the_state_is_for_the_user_alone(machine: Machine) -> None:
-    machine.queue().add(machine.config())
-    assert machine.state.stat().st_mode & 0o077 == 0
-
-
 def test_a_request_to_stop_follows_no_link(machine: Machine, tmp_path: Path) -> None:
     run = machine.run()
     with held(run):
@@ -447,10 +437,7 @@ def test_a_request_to_stop_follows_no_link(machine: Machine, tmp_path: Path) -> 
         assert not (tmp_path / "victim").exists()
     with pytest.raises(UserError, match="it has ended already"):
         machine.queue().stop(run)
-
-
-def test_an_old_request_to_stop_does_not_stop_a_new_run(machine: Machine) -> None:
-    machine.run().mkdir()
+    (machine.run() / SAVE_QUIT).unlink()
     (machine.run() / SAVE_QUIT).touch()
     machine.queue().add(machine.config())
     assert not (machine.run() / SAVE_QUIT).exists()

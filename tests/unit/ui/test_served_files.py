@@ -34,6 +34,11 @@ def test_a_file_is_replaced_and_keeps_its_permissions(root: Path) -> None:
     assert ServedFiles([root]).read_config(path) == ("a = 2 # 中\n", new)
     assert path.stat().st_mode & 0o777 == 0o640
     assert sorted(each.name for each in root.iterdir()) == ["a.toml", "inner"]
+    files, path = ServedFiles([root]), root / "a.toml"
+    path.write_bytes(b"a = 1\r\nb = 2\r\n")
+    version = files.save_config(path, "a = 1\nb = 3\n", files.read_config(path)[1])
+    assert path.read_bytes() == b"a = 1\r\nb = 3\r\n"
+    assert files.read_config(path)[1] == version
 
 
 def test_a_file_that_changed_since_it_was_read_is_not_written(root: Path) -> None:
@@ -108,7 +113,7 @@ def test_special_files_are_not_read(root: Path, kind: str) -> None:
         ServedFiles([root]).read_config(path)
 
 
-def test_other_encodings_and_long_texts_are_refused(root: Path) -> None:
+def test_other_encodings_and_long_texts_are_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (root / "a.toml").write_bytes(b"\xff")
     with pytest.raises(UserError, match="is not UTF-8 text: byte 0"):
         ServedFiles([root]).read_config(root / "a.toml")
@@ -116,6 +121,12 @@ def test_other_encodings_and_long_texts_are_refused(root: Path) -> None:
     version = ServedFiles([root]).read_config(root / "a.toml")[1]
     with pytest.raises(UserError, match="would be larger than 256 KiB"):
         ServedFiles([root]).save_config(root / "a.toml", "x" * (LARGEST_TEXT + 1), version)
+    monkeypatch.setattr(user_state, "_LOCK_SECONDS", 0.1)
+    with handle_of(root) as folder:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="has locked"):
+            ServedFiles([root]).replace(root / "a.toml", b"", b"a")
+    ServedFiles([root]).replace(root / "a.toml", b"", b"a")
 
 
 def test_a_new_file_replaces_nothing(root: Path) -> None:
@@ -125,8 +136,6 @@ def test_a_new_file_replaces_nothing(root: Path) -> None:
         ServedFiles([root]).create(root / "a.toml", b"b\n")
     assert (root / "a.toml").read_text() == "a = 1\n"
 
-
-def test_of_many_new_files_one_wins(root: Path) -> None:
     def create(number: int) -> bool:
         try:
             ServedFiles([root]).create(root / "race.toml", str(number).encode())
@@ -220,25 +229,6 @@ def test_a_touched_file_keeps_its_content_and_links_stay(root: Path, tmp_path: P
     with pytest.raises(UserError, match="is a link"):
         files.touch(root / "link")
     assert not (tmp_path / "new").exists()
-
-
-def test_a_config_keeps_its_line_ends(root: Path) -> None:
-    files, path = ServedFiles([root]), root / "a.toml"
-    path.write_bytes(b"a = 1\r\nb = 2\r\n")
-    version = files.save_config(path, "a = 1\nb = 3\n", files.read_config(path)[1])
-    assert path.read_bytes() == b"a = 1\r\nb = 3\r\n"
-    assert files.read_config(path)[1] == version
-
-
-def test_a_folder_that_another_program_locks_is_not_waited_for_for_ever(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(user_state, "_LOCK_SECONDS", 0.1)
-    with handle_of(root) as folder:
-        fcntl.flock(folder, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match="has locked"):
-            ServedFiles([root]).replace(root / "a.toml", b"a = 1\n", b"")
-    ServedFiles([root]).replace(root / "a.toml", b"a = 1\n", b"")
 
 
 def test_of_served_folders_inside_each_other_the_inner_one_may_be_a_link(root: Path, tmp_path: Path) -> None:
