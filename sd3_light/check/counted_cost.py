@@ -2,15 +2,19 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
+from peft.tuners.lycoris_utils import LycorisLayer
 from torch import Tensor, nn
 
-from sd3_light.check.denoiser_count import NOTHING, Counts, OneOfEachBlock
+from sd3_light.check.denoiser_count import NOTHING, Counts, FewOfEachBlock
 from sd3_light.config import AdapterConfig, TrainConfig
 from sd3_light.core.cost import FLASH_BACKWARD, Compute, Cost, Layout, SampleBytes, Tokens
 from sd3_light.core.model import denoiser_blocks
+from sd3_light.model.adapter_layers import add_adapter
 from sd3_light.model.linears import adapter_weights, match_targets
 from sd3_light.model.loading import kept_in_float32
 from sd3_light.optim.groups import WeightKinds
@@ -33,31 +37,37 @@ class _Weights(NamedTuple):
 class DenoiserCost(Cost):
     """See `Cost`. A subclass counts passes, and says how many tokens there are.
 
-    ``denoiser`` is on the meta device and belongs to this object. Compiled blocks count as much as stock ones, which is
-    more than they save. On a GPU nothing of this was measured.
+    ``denoiser`` is on the meta device and belongs to this object. ``compiled_share`` is what compiled blocks save, as a
+    share of what stock ones save: if all weights are trained, and below an adapter. 1 is more than they save.
     """
+
+    compiled_share = (1.0, 1.0)
 
     def __init__(self, denoiser: nn.Module, title: str) -> None:
         self._denoiser = denoiser
         self._title = title
         self._weights = _read_weights(denoiser)
+        self._reduced: dict[AdapterConfig | None, FewOfEachBlock] = {}
 
-    @cached_property
-    def reduced(self) -> OneOfEachBlock:
-        """The denoiser as it is counted."""
-        return OneOfEachBlock(self.reduced_copy())
+    def reduced(self, adapter: AdapterConfig | None) -> FewOfEachBlock:
+        """Return the denoiser as it is counted, all of whose weights train, or only an adapter's."""
+        if adapter not in self._reduced:
+            self._reduced[adapter] = self._few_blocks(adapter)
+        return self._reduced[adapter]
 
-    @property
-    def block_kinds(self) -> Sequence[int]:
-        """The kind of every block, a position in `Counts.blocks`."""
-        return self.reduced.kinds
-
-    def reduced_copy(self) -> nn.Module:
-        """Return a denoiser on the meta device, whose blocks are left out."""
-        return self._denoiser
+    def _few_blocks(self, adapter: AdapterConfig | None) -> FewOfEachBlock:
+        denoiser = deepcopy(self._denoiser)
+        if adapter is None:
+            return FewOfEachBlock(denoiser)
+        add_adapter(denoiser.requires_grad_(False), adapter, seed=0)
+        few = FewOfEachBlock(denoiser, most=2)
+        for module in few.denoiser.modules():
+            if isinstance(module, LycorisLayer):
+                module.eval()  # in training it draws a number to drop the layer, which has no value here
+        return few
 
     @abstractmethod
-    def counts(self, tokens: Tokens, dtype: str) -> Counts:
+    def counts(self, tokens: Tokens, dtype: str, adapter: AdapterConfig | None = None) -> Counts:
         """Return what a pass of one sample costs in ``dtype``."""
 
     @property
@@ -112,19 +122,25 @@ class DenoiserCost(Cost):
     def sample_bytes(self, tokens: Tokens, compute: Compute) -> SampleBytes:
         """See `Cost.sample_bytes`."""
         assert compute.kind != "fast", f"{self._title} has no fast blocks"
-        counts = self.counts(tokens, compute.dtype)
-        blocks = counts.blocks or NOTHING.blocks
+        counts = self.counts(tokens, compute.dtype, compute.adapter)
+        share = self.compiled_share[compute.adapter is not None] if compute.kind == "compiled" else 1.0
+        counted = [replace(block, saved=round(share * block.saved)) for block in counts.blocks]
+        blocks = counted or NOTHING.blocks
         return SampleBytes(
             features=counts.features,
             target=counts.target,
             before=counts.before,
-            blocks=tuple(counts.blocks[kind] for kind in self.block_kinds),
+            blocks=tuple(counted[kind] for kind in self.block_kinds(compute.adapter)),
             after=counts.after,
             stream=max(kind.inputs for kind in blocks),
             largest=max(blocks, key=lambda kind: kind.saved),
             # the gradients of its largest tensor and of what that was made of, and what attention needs in its kernel
             work=round(2 * counts.tensor + FLASH_BACKWARD * self.width * tokens.joint),
         )
+
+    def block_kinds(self, adapter: AdapterConfig | None) -> Sequence[int]:
+        """Return for every block the position of its counts in `Counts.blocks`."""
+        return self.reduced(adapter).kinds
 
     def adapter_parameters(self, adapter: AdapterConfig) -> tuple[int, ...]:
         """See `Cost.adapter_parameters`."""

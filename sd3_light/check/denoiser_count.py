@@ -1,6 +1,6 @@
 """Count what one forward and backward pass of a denoiser costs, on fake tensors: they have sizes and no memory.
 
-Blocks of equal shapes cost the same, so that one of each kind is run. Attention runs as the fused kernels of GPUs do:
+Blocks of equal shapes cost the same, so that few of each kind are run. Attention runs as the fused kernels of GPUs do:
 it saves its inputs and its result, and no scores.
 """
 
@@ -33,7 +33,7 @@ _PRODUCTS = ("mm", "addmm", "bmm")
 
 @dataclass(frozen=True)
 class Counts:
-    """FLOPs and bytes of one sample; ``blocks`` has an entry per kind of block. See `SampleBytes` for the bytes.
+    """FLOPs and bytes of one sample; ``blocks`` has an entry per counted block. See `SampleBytes` for the bytes.
 
     ``input_flops`` are those of the inputs' gradients; ``tensor`` is the largest tensor that a block saves.
     """
@@ -52,11 +52,15 @@ NOTHING = Counts(0, 0, 0, 0, 0, 0, 0, (BlockBytes(0, 0, 0),))
 """Stands for a pass that cannot be counted."""
 
 
-def keep_one_of_each(denoiser: nn.Module) -> tuple[list[nn.Module], list[int]]:
-    """Reduce a denoiser to one block of each kind; return these blocks, and the kind of every block."""
+def keep_of_each(denoiser: nn.Module, most: int) -> tuple[list[nn.Module], list[int]]:
+    """Reduce a denoiser to ``most`` blocks of each kind; return these blocks, and for every block the one like it.
+
+    That is the last one of its kind. What enters the first block of a frozen denoiser needs no gradient, so that this
+    block saves less than those after it.
+    """
     found: list[nn.Module] = []
-    kinds: list[int] = []
-    known: dict[Any, int] = {}
+    signatures: list[Any] = []
+    known: dict[Any, list[int]] = {}
     lists = [(parent, name) for parent in block_parents(denoiser) for name, _ in parent.named_children()]
     for parent, name in lists:
         blocks = getattr(parent, name)
@@ -64,23 +68,27 @@ def keep_one_of_each(denoiser: nn.Module) -> tuple[list[nn.Module], list[int]]:
             continue
         kept = []
         for block in blocks:
-            shapes = tuple((key, weight.shape) for key, weight in block.named_parameters())
-            signature = (name, type(block), shapes)
-            if signature not in known:
-                known[signature] = len(found)
+            weights = tuple((key, weight.shape, weight.requires_grad) for key, weight in block.named_parameters())
+            signature = (name, type(block), weights)
+            alike = known.setdefault(signature, [])
+            if len(alike) < most:
+                alike.append(len(found))
                 found.append(block)
                 kept.append(block)
-            kinds.append(known[signature])
+            signatures.append(signature)
         setattr(parent, name, nn.ModuleList(kept))
-    return found, kinds
+    return found, [known[signature][-1] for signature in signatures]
 
 
-class OneOfEachBlock:
-    """A denoiser on the meta device, reduced to one block of each kind. ``kinds`` has the kind of every block."""
+class FewOfEachBlock:
+    """A denoiser on the meta device, reduced to ``most`` blocks of each kind.
 
-    def __init__(self, denoiser: nn.Module) -> None:
+    ``kinds`` has for every block the position in ``blocks`` of the one that is counted for it.
+    """
+
+    def __init__(self, denoiser: nn.Module, most: int = 1) -> None:
         self.denoiser = denoiser
-        self.blocks, self.kinds = keep_one_of_each(denoiser)
+        self.blocks, self.kinds = keep_of_each(denoiser, most)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         denoiser.float().train()
         with self._mode:

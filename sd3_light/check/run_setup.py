@@ -59,6 +59,7 @@ def run_setup(train: TrainConfig, cost: Cost, layout: Layout, plan: BatchPlan, c
         other_models=4 * sum(count for _, count in vae) + _other_bytes(train, cost),
         cache=cache,
         adapter=adapter,
+        adapter_config=train.adapter,
         weight_bytes=2 if train.optimizer.weight_dtype == "bfloat16" else 4,
         release=train.gradient_release,
         deepspeed=layout.by_deepspeed,

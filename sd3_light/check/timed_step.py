@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from sd3_light.check import verb as check
-from sd3_light.check.denoiser_count import keep_one_of_each
+from sd3_light.check.denoiser_count import keep_of_each
 from sd3_light.config import TrainConfig
 from sd3_light.core.batch import LENGTH, Batch
 from sd3_light.core.columns import MASK, Bucket
@@ -37,7 +37,7 @@ def step_seconds(config: TrainConfig, start: WeightsStart, batch: Batch, whole: 
     family = family_of(config.model)
     denoiser = family.weights.empty(start.size.transformer_config())
     count = len(denoiser_blocks(denoiser))
-    kinds = list(range(count)) if whole else keep_one_of_each(denoiser)[1]
+    kinds = list(range(count)) if whole else keep_of_each(denoiser, 1)[1]
     _fill(denoiser.float().train())
     if config.adapter is None:
         names = [name for name, _ in denoiser.named_parameters()]

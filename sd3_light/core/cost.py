@@ -60,19 +60,27 @@ class Layout(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """What computes the blocks, and in which dtype: the activations depend on it."""
+    """What the activations depend on: what computes the blocks, in which dtype, and the adapter if only it is trained.
+
+    A frozen layer saves less: its weight needs no gradient, so that its input is not kept for one.
+    """
 
     kind: BlockKind
     dtype: str
+    adapter: AdapterConfig | None = None
 
 
 @dataclass(frozen=True)
 class BlockBytes:
-    """Bytes of one sample in a block: its inputs, and what autograd saves, in full or with selective checkpointing."""
+    """Bytes of one sample in a block: its inputs, and what autograd saves, in full or with selective checkpointing.
+
+    ``fixed`` is saved once for all samples of a micro-batch: updates of weights as matrices.
+    """
 
     inputs: int
     saved: int
     selective: int
+    fixed: int = 0
 
 
 @dataclass(frozen=True)

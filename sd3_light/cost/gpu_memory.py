@@ -181,7 +181,8 @@ def activation_bytes(setup: TrainingSetup) -> int:
         recomputed = recomputed_blocks(setup.checkpointing, len(blocks))
         saved = sum(block.inputs for block in blocks[:recomputed]) + sum(block.saved for block in blocks[recomputed:])
     outputs = 0 if setup.is_last else setup.sample.stream  # they wait for their gradients
-    return setup.batch * (saved + outputs + _ends(setup))
+    fixed = 0 if setup.recomputes_all else sum(block.fixed for block in blocks)
+    return fixed + setup.batch * (saved + outputs + _ends(setup))
 
 
 def _ends(setup: TrainingSetup) -> int:

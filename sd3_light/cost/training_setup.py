@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from sd3_light.config import AdapterConfig
 from sd3_light.config.base import Checkpointing
 from sd3_light.config.optimizers import OPTIMIZERS, UNIT_ELEMENTS
 from sd3_light.core.cost import BlockKind, Compute, Cost, SampleBytes, Tokens
@@ -49,6 +50,7 @@ class TrainingSetup:
     other_models: int = 0  # bytes of other models that stay on the GPU, such as the VAE that decodes samples
     cache: int = 0  # bytes of the training cache, if it is in GPU memory
     adapter: tuple[int, ...] | None = None  # trained parameters per layer; the denoiser's own are frozen then
+    adapter_config: AdapterConfig | None = None
     weight_bytes: int = 4  # of a trained weight and its gradient: 2 in bfloat16
     release: bool = False  # gradients are freed in the backward pass
     base_bits: int = 16  # bits of a frozen weight in the matrices of the blocks; under 16, one GPU holds all of them
@@ -210,4 +212,4 @@ class TrainingSetup:
     @cached_property
     def sample(self) -> SampleBytes:
         """The memory of one sample."""
-        return self.cost.sample_bytes(self.tokens, Compute(self.block_kind, self.compute_dtype))
+        return self.cost.sample_bytes(self.tokens, Compute(self.block_kind, self.compute_dtype, self.adapter_config))

@@ -63,6 +63,7 @@ class StockFamily(Family):
     those that the stock pipeline can draw with in place of Euler, ``dynamic_samplers`` if the shift is by resolution,
     which it computes if it ``sets_dynamic_shift``. ``cudnn_attention`` may be used for training: its backward pass ends
     the process where gradients have other strides than the first (H200, torch 2.11), and is tested where this is true.
+    ``compiled_share`` is that of its cost.
     """
 
     text_parts: ClassVar[Mapping[str, tuple[str, ...]]]
@@ -83,6 +84,7 @@ class StockFamily(Family):
     dynamic_samplers: ClassVar[tuple[str, ...]] = ("heun", "dpm++")
     sets_dynamic_shift: ClassVar[bool] = True
     cudnn_attention: ClassVar[bool] = False
+    compiled_share: ClassVar[tuple[float, float]] = (1.0, 1.0)
 
     # --- what a family's file says ---------------------------------------------------------------
 

@@ -32,6 +32,7 @@ class Flux(StockFamily):
     samplers = ()  # the pipeline passes a shift by resolution
     usual_guidance = 3.5
     cudnn_attention = True  # with `speed_up`
+    compiled_share = (0.58, 0.8)
     comfyui = True
     text_tokens = ("padded",)
     guidance = ("negative prompt", "number")

@@ -33,6 +33,7 @@ class Flux2(StockFamily):
     packs_latents = True
     text_inputs = MappingProxyType({"text": "joint_attention_dim"})
     samplers = ()  # the pipeline passes a shift by resolution
+    compiled_share = (0.57, 0.67)
     comfyui = True
     text_tokens = ("padded",)
     sets_references = True

@@ -41,6 +41,7 @@ class QwenImage(StockFamily):
     text_inputs = MappingProxyType({"text": "joint_attention_dim"})
     samplers = ()  # the pipeline passes times
     dynamic_samplers = ()
+    compiled_share = (0.53, 0.62)
     comfyui = True
 
     def refusal(self, folder: Path) -> str | None:

@@ -37,6 +37,7 @@ class Wan(StockFamily):
     usual_guidance = 5.0
     usual_clip = (81, 16.0)
     trained_side = 624  # the area of 832 x 480
+    compiled_share = (0.6, 0.67)
     comfyui = True
     text_tokens = ("padded",)
     sets_dynamic_shift = False

@@ -34,6 +34,7 @@ class ZImage(StockFamily):
     usual_guidance = 5.0
     unguided = 0.0
     joins_guidance = True
+    compiled_share = (0.37, 0.56)
     comfyui = True
     cudnn_attention = True  # diffusers' script trains with it
 

@@ -5,7 +5,8 @@ A sample of each bucket is prepared, and its pass is counted without memory.
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.utils.data import Dataset
 
 from sd3_light.check.conclusion import Line, Target, resources, what_does_not_fit
 from sd3_light.check.counted_cost import DenoiserCost, layer_sizes
-from sd3_light.check.denoiser_count import NOTHING, Counts
+from sd3_light.check.denoiser_count import NOTHING, Counts, FewOfEachBlock
 from sd3_light.check.estimate import BucketEstimate, DatasetEstimate, Estimator, RunEstimate
 from sd3_light.check.render import render
 from sd3_light.config import AdapterConfig
@@ -73,13 +74,6 @@ class TaskCost(DenoiserCost):
         self.trained = layer_sizes(model.denoiser, lambda weight: id(weight) in trained)
         self.frozen = layer_sizes(model.denoiser, lambda weight: id(weight) not in trained)
 
-    def reduced_copy(self) -> nn.Module:
-        """Return a copy of the denoiser on the meta device, all of whose weights train."""
-        denoiser = self._model.denoiser
-        copies: dict[int, Tensor] = {id(weight): nn.Parameter(weight.to("meta")) for weight in denoiser.parameters()}
-        copies |= {id(buffer): buffer.to("meta") for buffer in denoiser.buffers()}
-        return deepcopy(denoiser, copies)
-
     @property
     def layer_parameters(self) -> tuple[int, ...]:
         """See `Cost.layer_parameters`; where some weights are frozen, those that train count as an adapter."""
@@ -93,19 +87,31 @@ class TaskCost(DenoiserCost):
         """Return the most tokens of a sample."""
         return max((sampled.tokens for sampled in self.buckets), key=lambda tokens: tokens.joint, default=Tokens(0, 0))
 
-    @property
-    def block_kinds(self) -> Sequence[int]:
+    def block_kinds(self, adapter: AdapterConfig | None) -> Sequence[int]:
         """See `DenoiserCost.block_kinds`."""
-        return super().block_kinds if self.why_not_counted is None else [0] * self.num_blocks
+        return self._half_frozen.kinds if self.why_not_counted is None else [0] * self.num_blocks
 
-    def counts(self, tokens: Tokens, dtype: str) -> Counts:
-        """See `DenoiserCost.counts`."""
-        inputs = next((sampled.inputs for sampled in self.buckets if sampled.tokens == tokens), None)
-        if self.why_not_counted is not None or inputs is None:
+    @cached_property
+    def _half_frozen(self) -> FewOfEachBlock:
+        """The denoiser of the task, where only its trained weights get gradients."""
+        return FewOfEachBlock(_meta_copy(self._model.denoiser), most=2)
+
+    @cached_property
+    def _all_trained(self) -> FewOfEachBlock:
+        return FewOfEachBlock(_meta_copy(self._model.denoiser).requires_grad_(True), most=2)
+
+    def counts(self, tokens: Tokens, dtype: str, adapter: AdapterConfig | None = None) -> Counts:
+        """See `DenoiserCost.counts`: bytes are those of the weights that the task trains, FLOPs those of all."""
+        if self.why_not_counted is not None:
             return NOTHING
+        inputs = next((sampled.inputs for sampled in self.buckets if sampled.tokens == tokens), None)
+        if inputs is None:
+            return replace(NOTHING, blocks=NOTHING.blocks * len(self._half_frozen.blocks))
         key = (tokens, dtype)
         if key not in self._counts:
-            self._counts[key] = self.reduced.count(self._pass, inputs, dtype, backward=True)
+            every = self._all_trained.count(self._pass, inputs, dtype, backward=True)
+            own = self._half_frozen.count(self._pass, inputs, dtype, backward=False)
+            self._counts[key] = replace(own, forward_flops=every.forward_flops, input_flops=every.input_flops)
         return self._counts[key]
 
     def image_tokens(self, width: int, height: int) -> int:
@@ -129,6 +135,16 @@ class TaskCost(DenoiserCost):
             return module.denoise(noisy["noisy"], noisy["t"], {**noisy.host, **noisy.values})
         finally:
             module.transformer = own
+
+
+def _meta_copy(denoiser: nn.Module) -> nn.Module:
+    """Return a copy of a denoiser on the meta device."""
+    copies: dict[int, Tensor] = {}
+    for weight in denoiser.parameters():
+        copies[id(weight)] = nn.Parameter(weight.to("meta"), weight.requires_grad)
+    for buffer in denoiser.buffers():
+        copies[id(buffer)] = buffer.to("meta")
+    return deepcopy(denoiser, copies)
 
 
 def cost_of(task: TaskCall) -> TaskCost:

@@ -118,8 +118,13 @@ class SD3Cost(Cost):
         return 2 * weights * size.width
 
     def sample_bytes(self, tokens: Tokens, compute: Compute) -> SampleBytes:
-        """See `Cost.sample_bytes`."""
-        return _sample_bytes(self.size, self.route, self._seen(tokens), compute)
+        """See `Cost.sample_bytes`: by formulas if all weights train, otherwise counted."""
+        tokens = self._seen(tokens)
+        if compute.adapter is None:
+            return _sample_bytes(self.size, self.route, tokens, compute)
+        from sd3_light.families.sd3.adapter_cost import adapter_bytes  # imports torch
+
+        return adapter_bytes(self.size, self.route, tokens, compute)
 
     def adapter_parameters(self, adapter: AdapterConfig) -> tuple[int, ...]:
         """See `Cost.adapter_parameters`."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from sd3_light.check.counted_cost import FLOPS_DTYPE, DenoiserCost
 from sd3_light.check.denoiser_count import Counts
+from sd3_light.config import AdapterConfig
 from sd3_light.core.batch import Batch
 from sd3_light.core.columns import REFERENCE, Column
 from sd3_light.core.cost import BlockBytes, TextTokens, Tokens
@@ -30,8 +31,9 @@ TEXT = "text"
 """The column of captions whose rows are tokens of the denoiser."""
 _UNIT = 64  # tokens of the smallest shape; some denoisers pad to a multiple of 32
 _GRIDS = {1: (8, 8), 2: (8, 16), 3: (12, 16)}  # units of image tokens -> their rows and columns
-_SHAPES = ((1, 1), (2, 1), (3, 1), (1, 2), (1, 3), (2, 2))  # image and text tokens, in units
-_LINEAR = _SHAPES[:2] + _SHAPES[3:4]  # those that determine what grows linearly
+_LINEAR = ((1, 1), (2, 1), (1, 2))  # image and text tokens, in units: they determine what grows linearly
+_SQUARE = ((3, 1), (1, 3), (2, 2))  # with those, what grows as a polynomial of second degree
+_Kind = tuple[str, AdapterConfig | None]  # the dtype, and the adapter if only it is trained
 
 
 class CountedCost(DenoiserCost):
@@ -42,8 +44,8 @@ class CountedCost(DenoiserCost):
 
     def __init__(self, denoiser: nn.Module, title: str) -> None:
         super().__init__(denoiser, title)
-        self._counts: dict[str, tuple[Counts, ...]] = {}
-        self._interpolated: dict[tuple[Tokens, str], Counts] = {}
+        self._counts: dict[_Kind, tuple[Counts, ...]] = {}
+        self._interpolated: dict[tuple[Tokens, _Kind], Counts] = {}
 
     @abstractmethod
     def batch(self, rows: int, columns: int, text: int) -> Batch:
@@ -56,40 +58,45 @@ class CountedCost(DenoiserCost):
     def denoise(self, denoiser: nn.Module, batch: Batch) -> Tensor:
         """Return the velocity of a batch, as in training."""
 
-    def counts(self, tokens: Tokens, dtype: str) -> Counts:
+    def counts(self, tokens: Tokens, dtype: str, adapter: AdapterConfig | None = None) -> Counts:
         """See `DenoiserCost.counts`."""
-        key = (tokens, dtype)
-        if key not in self._interpolated:
-            self._interpolated[key] = self._at(tokens, self._counted(dtype))
-        return self._interpolated[key]
+        kind = (dtype, adapter)
+        if (tokens, kind) not in self._interpolated:
+            self._interpolated[tokens, kind] = self._at(tokens, self._counted(kind))
+        return self._interpolated[tokens, kind]
 
     def _at(self, tokens: Tokens, counted: Sequence[Counts]) -> Counts:
-        at = partial(_interpolated, tokens)
-        names = ("forward_flops", "features", "target", "before", "after")
-        numbers = {name: at([getattr(counts, name) for counts in counted]) for name in names}
+        linear = counted[: len(_LINEAR)]
+        at = partial(_on_plane, tokens)
+        names = ("input_flops", "features", "target", "before", "after")
+        numbers = {name: at([getattr(counts, name) for counts in linear]) for name in names}
         kinds = []
         for kind in range(len(counted[0].blocks)):
-            sizes = zip(*(astuple(counts.blocks[kind]) for counts in counted), strict=True)
-            kinds.append(BlockBytes(*map(at, sizes)))
-        one, two, _, text_two, _, _ = (counts.input_flops for counts in counted)
-        of_image = two - one
-        of_text = text_two - one
-        inputs = (one, two, two + of_image, text_two, text_two + of_text, two + of_text)
-        counted_at = zip(counted, _SHAPES, strict=True)
-        fixed = self.fixed_tokens
-        tensor = max(Fraction(counts.tensor) / (_UNIT * sum(shape) + fixed) for counts, shape in counted_at)
-        return Counts(**numbers, input_flops=at(inputs), tensor=tensor * (tokens.joint + fixed), blocks=tuple(kinds))
+            sizes = [astuple(counts.blocks[kind]) for counts in linear]
+            inputs, saved, selective, _ = map(at, zip(*sizes, strict=True))
+            fixed = max(0, _on_plane(Tokens(0, 0), [counts.blocks[kind].saved for counts in linear]))
+            kinds.append(BlockBytes(inputs, saved - fixed, selective, fixed))
+        more = self.fixed_tokens
+        shares = [
+            Fraction(counts.tensor) / (_UNIT * sum(shape) + more) for counts, shape in zip(linear, _LINEAR, strict=True)
+        ]
+        flops = _interpolated(tokens, [counts.forward_flops for counts in counted]) if len(counted) > len(linear) else 0
+        tensor = max(shares) * (tokens.joint + more)
+        return Counts(forward_flops=flops, tensor=tensor, blocks=tuple(kinds), **numbers)
 
-    def _counted(self, dtype: str) -> tuple[Counts, ...]:
-        """Return the counts of all `_SHAPES`."""
-        if dtype not in self._counts:
-            self._counts[dtype] = tuple(self._count(shape, dtype) for shape in _SHAPES)
-        return self._counts[dtype]
+    def _counted(self, kind: _Kind) -> tuple[Counts, ...]:
+        """Return the counts of all shapes that are needed: those of `_LINEAR` come first."""
+        if kind not in self._counts:
+            shapes = _LINEAR + _SQUARE if kind == (FLOPS_DTYPE, None) else _LINEAR
+            self._counts[kind] = tuple(self._count(shape, kind) for shape in shapes)
+        return self._counts[kind]
 
-    def _count(self, shape: tuple[int, int], dtype: str) -> Counts:
+    def _count(self, shape: tuple[int, int], kind: _Kind) -> Counts:
         image, text = shape
+        dtype, adapter = kind
         batch = self.batch(*_GRIDS[image], text * _UNIT)
-        return self.reduced.count(self.denoise, batch, dtype, backward=dtype == FLOPS_DTYPE and shape in _LINEAR)
+        backward = kind == (FLOPS_DTYPE, None) and shape in _LINEAR
+        return self.reduced(adapter).count(self.denoise, batch, dtype, backward)
 
 
 def _is_seen(column: Column) -> bool:
@@ -97,9 +104,17 @@ def _is_seen(column: Column) -> bool:
     return column.name.startswith(REFERENCE)
 
 
+def _on_plane(tokens: Tokens, values: Sequence[int]) -> int:
+    """Return the linear function through the values at `_LINEAR`."""
+    one, two, text_two = values
+    image = Fraction(tokens.image, _UNIT) - 1
+    text = Fraction(tokens.text, _UNIT) - 1
+    return round(one + image * (two - one) + text * (text_two - one))
+
+
 def _interpolated(tokens: Tokens, values: Sequence[int]) -> int:
-    """Return the polynomial through the values at `_SHAPES`, in Newton's form."""
-    one, two, three, text_two, text_three, both = values
+    """Return the polynomial through the values at `_LINEAR` and `_SQUARE`, in Newton's form."""
+    one, two, text_two, three, text_three, both = values
     image = Fraction(tokens.image, _UNIT) - 1
     text = Fraction(tokens.text, _UNIT) - 1
     value = one + image * (two - one) + text * (text_two - one)
@@ -116,6 +131,7 @@ class StockCost(CountedCost):
     ) -> None:
         self._family = family
         self._shape = shape
+        self.compiled_share = family.compiled_share
         self._side = shape.factor * family.patch
         self._prepared = [column for column in prepared if column.name not in ("target", "mask")]
         (noisy,) = (column for column in self._prepared if column.name == "noisy")

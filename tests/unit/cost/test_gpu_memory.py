@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sd3_light.config import SIZES, ModelSize
+from sd3_light.config import SIZES, AdapterConfig, ModelSize
 from sd3_light.config.base import Checkpointing
 from sd3_light.config.schema_blocks import BlockPair, TokenRoute
 from sd3_light.core.cost import FLASH_BACKWARD, Compute, Tokens
@@ -34,6 +34,7 @@ from sd3_light.families.sd3.fast.block import BlockOptions, Keep
 from sd3_light.families.sd3.fast.forward import FastDenoiser
 from sd3_light.families.sd3.layers import build_layers, run_layers, unpatchify
 from sd3_light.flow.objective import alignment_loss, flow_loss
+from sd3_light.model.adapter_layers import add_adapter
 from sd3_light.optim.groups import WeightKinds
 from tests.cases import combinations
 
@@ -278,6 +279,26 @@ def test_a_compiled_block_saves_what_the_formula_says(norms_as_on_gpus: None, du
     measured = sum(tensor.untyped_storage().nbytes() for tensor in saved.tensors if counts & set(tensor.shape))
     activations = held_activations(Compute("compiled", "bfloat16"))
     assert measured == pytest.approx(batch * activations.largest(size, tokens), rel=0.02)
+
+
+@pytest.mark.slow  # compiles for seconds
+@pytest.mark.parametrize("dual", [(), (0, 1)])
+def test_a_compiled_block_below_an_adapter_saves_the_stated_share(
+    norms_as_on_gpus: None, dual: tuple[int, ...]
+) -> None:
+    size, tokens, adapter = small(dual=dual, layers=2), Tokens(240, 104), AdapterConfig(rank=4)
+    denoiser = SD3Transformer2DModel(**size.transformer_config()).train().requires_grad_(False)
+    add_adapter(denoiser, adapter, seed=0)
+    block = denoiser.transformer_blocks[0]
+    image, text = (torch.randn(1, count, size.width).bfloat16() for count in (tokens.image, tokens.text))
+    torch._dynamo.reset()
+    block.compile(backend="aot_eager_decomp_partition")
+    with SavedTensors(block) as saved, torch.autocast("cpu", torch.bfloat16):
+        block(image.requires_grad_(), text.requires_grad_(), torch.randn(1, size.width).bfloat16())
+    counts = {tokens.image, tokens.text, tokens.joint}
+    measured = sum(tensor.untyped_storage().nbytes() for tensor in saved.tensors if counts & set(tensor.shape))
+    stated = SD3Cost(size).sample_bytes(tokens, Compute("compiled", "bfloat16", adapter)).largest.saved
+    assert measured == pytest.approx(stated, rel=0.05)
 
 
 # --- properties of the formula --------------------------------------------------------------------------

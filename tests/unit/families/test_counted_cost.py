@@ -1,50 +1,31 @@
 """The counted cost of a stock denoiser against SD3's formulas. Other families: test_stock_families.py."""
 
-from collections.abc import Mapping
-
 import diffusers
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sd3_light.config import SIZES, AdapterConfig, ModelSize
-from sd3_light.core.batch import Batch
 from sd3_light.core.cost import Compute, TextTokens, Tokens
 from sd3_light.cost.gpu_memory import gpu_memory
 from sd3_light.cost.training_flops import training_flops
 from sd3_light.cost.training_setup import TrainingSetup
+from sd3_light.families.sd3 import adapter_cost
 from sd3_light.families.sd3.cost import SD3Cost
-from sd3_light.families.stock.cost import CountedCost
+from sd3_light.model.adapter_layers import add_adapter
+from tests.unit.cost.test_gpu_memory import SavedTensors
 
 
-class CountedSD3(CountedCost):
+class CountedSD3(adapter_cost.CountedSD3):
     """SD3 as a stock denoiser; an image token covers 16 x 16 pixels."""
 
     text = TextTokens(96, True, "96, padded")
 
-    def __init__(self, size: ModelSize, name: str = "SD3") -> None:
-        self.size = size
-        with torch.device("meta"):
-            super().__init__(diffusers.SD3Transformer2DModel(**size.transformer_config()), name)
+    def __init__(self, size: ModelSize, title: str = "SD3") -> None:
+        super().__init__(size)
+        self._title = title
 
     def image_tokens(self, width: int, height: int) -> int:
         return (width // 16) * (height // 16)
-
-    def batch_tokens(self, batch: Batch) -> Mapping[Tokens, int]:
-        raise NotImplementedError
-
-    def batch(self, rows: int, columns: int, text: int) -> Batch:
-        values = {
-            "hidden_states": torch.zeros(1, 16, 2 * rows, 2 * columns),
-            "timestep": torch.zeros(1),
-            "encoder_hidden_states": torch.zeros(1, text, self.size.text_width, dtype=torch.bfloat16),
-            "pooled_projections": torch.zeros(1, self.size.pooled_width, dtype=torch.bfloat16),
-        }
-        return Batch(1, values)
-
-    def denoise(self, denoiser: nn.Module, batch: Batch) -> Tensor:
-        velocity: Tensor = denoiser(**batch.values, return_dict=False)[0]
-        return velocity
 
 
 DUAL = ModelSize("dual", 4, 2, 64, 128, 64, 32, 32, 0.5, True, (0, 1))
@@ -88,3 +69,30 @@ def test_saved_bytes_are_those_of_the_formulas(costs: tuple[CountedSD3, SD3Cost]
     assert (counted.features, counted.target) == (pytest.approx(formula.features, rel=0.02), formula.target)
     actual, expected = (gpu_memory(TrainingSetup(cost, tokens, 16, compute_dtype=dtype)).total for cost in costs)
     assert actual == pytest.approx(expected, rel=0.04)
+
+
+ADAPTERS = {
+    "attention": AdapterConfig(rank=4),
+    "every layer": AdapterConfig(rank=4, target_modules=["transformer_blocks.*"]),
+    "second blocks": AdapterConfig(rank=4, target_modules=["transformer_blocks.[23].attn.to_q"]),
+    "dora": AdapterConfig(rank=4, use_dora=True),
+    "loha": AdapterConfig(type="loha", rank=4),
+}
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=ADAPTERS)
+def test_below_an_adapter_bytes_are_those_that_a_pass_saves(adapter: AdapterConfig) -> None:
+    """By the tensors that autograd keeps on the CPU; the inputs of the first block need no gradient."""
+    cost = CountedSD3(DUAL)
+    denoiser = diffusers.SD3Transformer2DModel(**DUAL.transformer_config()).train().requires_grad_(False)
+    add_adapter(denoiser, adapter, seed=0)
+    saved = []
+    for block in denoiser.transformer_blocks:
+        block.register_forward_pre_hook(lambda *_: saved.append(SavedTensors(denoiser).__enter__()), prepend=True)
+        block.register_forward_hook(lambda *_: saved[-1].__exit__(None, None, None))
+    cost.denoise(denoiser, cost.batch(16, 16, 96).map_tensors(Tensor.float))
+    estimate = cost.sample_bytes(Tokens(256, 96), Compute("stock", "float32", adapter))
+    counted = [block.saved + block.fixed for block in estimate.blocks]
+    assert counted[1:] == pytest.approx([block.total for block in saved[1:]], rel=0.03)
+    trained = cost.sample_bytes(Tokens(256, 96), Compute("stock", "float32"))
+    assert sum(counted) < sum(block.saved for block in trained.blocks)
