@@ -182,8 +182,8 @@ class Plan:
         checked = ("check", toml, "--json")
         few = (f"max_steps={TRAIN_STEPS}", "warmup_steps=0", "logging_steps=1")
         long = (f"max_steps={STOPPED_STEPS}", "logging_steps=1")
-        sizes = self._sizes("--width", "--height") or ("--dtype", "bfloat16")
-        drawn = ("sample", model, PROMPT, "--steps", 8, *sizes, "--out", work / "samples")
+        sizes = self._sizes("--width", "--height")
+        drawn = ("sample", model, PROMPT, "--steps", 8, *sizes, "--dtype", "bfloat16", "--out", work / "samples")
         with_lora = () if self.forgets_encoders else ("--lora", lora)
         needs = ("new",) if self.forgets_encoders else ("train lora",)
         sample = Journey("sample", needs, (*drawn, *with_lora), ("samples/00000.png",), checked=checked, part="sample")
@@ -347,7 +347,7 @@ def _run(journey: Journey, work: Path, out: Path, timeout: float, result: Result
     run = journey.run
     output = out / f"{_file(journey)}.txt"
     stop_when = (lambda: journey.stop and bool(logged(run, "loss"))) if run is not None else (lambda: False)
-    ran = run_command([str(word) for word in journey.words], output, timeout, stop_when)
+    ran = run_command([str(word) for word in journey.words], output, timeout, stop_when, journey.written)
     result.seconds = ran.seconds
     result.exit_code = ran.exit_code
     missing = [pattern for pattern in journey.leaves if not any(work.glob(pattern))]
@@ -364,8 +364,7 @@ def _measured(journey: Journey, ran: Ran) -> dict[str, float]:
     gpu = ran.gpu / GIB
     if journey.run is not None and (reserved := logged(journey.run, "gpu_reserved_gib")):
         gpu = max(reserved)
-    disk = 0 if journey.written is None else bytes_of(journey.written)
-    return {"gpu": gpu, "host": ran.host / GIB, "disk": disk / GIB}
+    return {"gpu": gpu, "host": ran.host / GIB, "disk": ran.disk / GIB}
 
 
 def _add_proof(journey: Journey, work: Path, result: Result, figures: dict[str, Any]) -> None:
@@ -380,12 +379,6 @@ def logged(run: Path, key: str) -> list[Any]:
     """Return the values of a key in a run's log."""
     log = run / "log.jsonl"
     return [event[key] for event in read_log(log) if key in event] if log.is_file() else []
-
-
-def bytes_of(path: Path) -> int:
-    """Return the bytes of a file, or of the files of a folder without links to others."""
-    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    return sum(file.stat().st_size for file in files if file.stat().st_nlink == 1)
 
 
 def _file(journey: Journey) -> str:

@@ -3,10 +3,12 @@
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,15 +17,17 @@ from common.basics import child_environment
 
 @dataclass
 class Peaks:
-    """The most host and GPU memory that a process and its children held, in bytes.
+    """The most host and GPU memory that a process and its children held, and the most that was ``written``, in bytes.
 
     Host memory is without mapped files, and pages that processes share count once. ``resident`` is that of the largest
     process, with its mapped files.
     """
 
+    written: Path | None = None
     host: int = 0
     resident: int = 0
     gpu: int = 0
+    disk: int = 0
     looks: int = 0
 
     def look(self, process: int) -> None:
@@ -36,7 +40,24 @@ class Peaks:
             self.resident = max(self.resident, *map(most_resident_bytes, tree))
         if self.looks % 10 == 0 and shutil.which("nvidia-smi"):
             self.gpu = max(self.gpu, sum(used for owner, used in _gpu_users() if owner in tree))
+        if self.looks % 10 == 0:
+            self.look_at_disk()
         self.looks += 1
+
+    def look_at_disk(self) -> None:
+        """Look at the size of what is written."""
+        if self.written is not None:
+            self.disk = max(self.disk, bytes_of(self.written))
+
+
+def bytes_of(path: Path) -> int:
+    """Return the bytes of a file, or of the files of a folder without links to others; some may vanish meanwhile."""
+    total = 0
+    for file in (path, *path.rglob("*")):
+        with suppress(FileNotFoundError):
+            status = file.lstat()
+            total += status.st_size if stat.S_ISREG(status.st_mode) and status.st_nlink == 1 else 0
+    return total
 
 
 def process_tree(root: int) -> Iterator[int]:
@@ -91,15 +112,23 @@ class Ran:
     host: int
     resident: int
     gpu: int
+    disk: int
 
 
 def run_command(
-    words: Sequence[str], output: Path, timeout: float, stop_when: Callable[[], bool] = lambda: False
+    words: Sequence[str],
+    output: Path,
+    timeout: float,
+    stop_when: Callable[[], bool] = lambda: False,
+    written: Path | None = None,
 ) -> Ran:
-    """Run ``sd3-light WORDS``, with its output in a file; send SIGTERM once ``stop_when`` returns True."""
+    """Run ``sd3-light WORDS``, with its output in a file; send SIGTERM once ``stop_when`` returns True.
+
+    ``written`` is the file or folder whose size is measured.
+    """
     command = [sys.executable, "-P", "-m", "sd3_light", *words]
     started = time.monotonic()
-    peaks = Peaks()
+    peaks = Peaks(written)
     is_stopped = False
     with output.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=child_environment())
@@ -112,4 +141,6 @@ def run_command(
                 for owned in process_tree(process.pid):
                     os.kill(owned, signal.SIGKILL)
             time.sleep(0.1)
-    return Ran(round(time.monotonic() - started, 1), process.returncode, peaks.host, peaks.resident, peaks.gpu)
+    seconds = round(time.monotonic() - started, 1)
+    peaks.look_at_disk()
+    return Ran(seconds, process.returncode, peaks.host, peaks.resident, peaks.gpu, peaks.disk)

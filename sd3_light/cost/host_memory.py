@@ -8,9 +8,8 @@ from sd3_light.cost.training_setup import TrainingSetup
 
 INTERPRETER_BYTES = 3 * GIB // 10
 """A process with torch, diffusers and transformers: an export of a tiny adapter and its clean process take 0.61 GiB."""
-CUDA_BYTES = 5 * GIB // 2
-"""What CUDA adds to the host memory of a process, by subtraction: a LoRA on SD3.5 medium took 7.3 to 7.7 GiB when the
-proof held a copy of the base (4.2 GiB), beside two interpreters."""
+CUDA_BYTES = GIB // 2
+"""What CUDA adds to the host memory of a process, by subtraction: `cache` of SD3.5 medium took 1.7 GiB, a LoRA 4.9."""
 WORKER_BYTES = 32 * MIB
 """What a worker process does not share with the one that it was forked from; four of them took 70 MiB at 128 px."""
 MEASURED_CORES = 16
