@@ -1,4 +1,4 @@
-"""The shipped tokenizers and text encoders of the demo: properties that training and other programs rely on."""
+"""The shipped tokenizers and text encoders of the demo: their hashes, and properties that programs rely on."""
 
 import hashlib
 import json
@@ -6,51 +6,18 @@ from itertools import permutations, product
 from pathlib import Path
 
 import pytest
-import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
-from transformers import (
-    CLIPTextModelWithProjection,
-    CLIPTokenizer,
-    PreTrainedTokenizerBase,
-    T5EncoderModel,
-    T5TokenizerFast,
-)
+from transformers import CLIPTokenizer, PreTrainedTokenizerBase, T5TokenizerFast
 
 import sd3_light
 from sd3_light.parts.tokenizers import learn_tokenizers
 from sd3_light.randomness import stream
 from sd3_light.world import draw_scene, scene_captions
 from sd3_light.world.captions import ZH_WORDS
-from sd3_light.world.scene import (
-    BACKGROUNDS,
-    COLOURS,
-    COUNTS,
-    OBJECT_SIZES,
-    RELATIONS,
-    SHAPES,
-    Item,
-    Scene,
-    canonical_scene,
-)
+from sd3_light.world.scene import BACKGROUNDS, COLOURS, COUNTS, OBJECT_SIZES, RELATIONS, SHAPES, Item, Scene
 
 DEMO = Path(sd3_light.__file__).parent / "assets" / "demo"
 TOKENIZERS = {"tokenizer": CLIPTokenizer, "tokenizer_2": CLIPTokenizer, "tokenizer_3": T5TokenizerFast}
-ENCODERS = {
-    "text_encoder": (CLIPTextModelWithProjection, "tokenizer", 96),
-    "text_encoder_2": (CLIPTextModelWithProjection, "tokenizer_2", 128),
-    "text_encoder_3": (T5EncoderModel, "tokenizer_3", 256),
-}
-UNUSUAL_TEXTS = (
-    "",
-    "!",
-    "🐶🐈‍⬛ a dog",
-    "привет мир",
-    "你好，世界",
-    "שלום",
-    "\x00\n\t",
-    "<|endoftext|></s><unk>",
-    "x" * 500,
-)
 MAX_LENGTH = 16
 
 
@@ -83,20 +50,6 @@ def texts() -> list[str]:
         relation, background = RELATIONS[index % 4], tuple(BACKGROUNDS)[index // 4 % 4]
         scenes.append(Scene("pair", (Item(*first), Item(*second)), relation, 2, background))
     return [text for scene in scenes for text in scene_captions(scene).values()]
-
-
-def encode(name: str, texts: list[str], tokenizers: dict[str, PreTrainedTokenizerBase]) -> tuple[torch.Tensor, ...]:
-    """Return (tokens, pooled) as stock SD3 uses them; T5 has no pooled output."""
-    kind, tokenizer, _ = ENCODERS[name]
-    model = kind.from_pretrained(DEMO / name, dtype=torch.float32).eval()
-    ids = tokenizers[tokenizer](
-        texts, padding="max_length", max_length=MAX_LENGTH, truncation=True, return_tensors="pt"
-    ).input_ids
-    with torch.no_grad():
-        if kind is T5EncoderModel:
-            return (model(ids)[0],)
-        output = model(ids, output_hidden_states=True)
-    return output.hidden_states[-2], output[0]
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -132,55 +85,6 @@ def test_a_word_has_the_same_token_in_every_context(
 
 def _single(item: Item) -> Scene:
     return Scene("single", (item,), None, 1, "white")
-
-
-@pytest.mark.parametrize("name", TOKENIZERS)
-def test_a_saved_copy_gives_the_same_ids(
-    name: str, tokenizers: dict[str, PreTrainedTokenizerBase], tmp_path: Path
-) -> None:
-    tokenizers[name].save_pretrained(tmp_path)
-    texts = [*UNUSUAL_TEXTS, "A large red circle on a white background.", "白色背景上，红色圆形在蓝色正方形的左边"]
-    assert TOKENIZERS[name].from_pretrained(tmp_path)(texts).input_ids == tokenizers[name](texts).input_ids
-
-
-def test_clip_encodes_every_byte_and_decodes_chinese(tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
-    tokenizer = tokenizers["tokenizer"]
-    for text in ("привет", "你好", "🐶", "红色圆形在蓝色正方形的左边"):
-        ids = tokenizer(text).input_ids
-        assert tokenizer.unk_token_id not in ids[1:-1]
-        assert tokenizer.decode(ids, skip_special_tokens=True) == text
-
-
-@pytest.mark.parametrize("name", ENCODERS)
-def test_outputs_have_unit_scale_and_unusual_text_is_finite(
-    name: str, tokenizers: dict[str, PreTrainedTokenizerBase]
-) -> None:
-    rng = stream(3, "test-demo-text", 0, 0, 0)
-    texts = [
-        text
-        for held_out in (False, True)
-        for _ in range(64)
-        for text in scene_captions(draw_scene(rng, held_out)).values()
-    ]
-    width = ENCODERS[name][2]
-    for output in encode(name, texts, tokenizers):
-        assert output.shape[-1] == width
-        assert output.shape[:-1] in ((len(texts),), (len(texts), MAX_LENGTH))
-        assert 0.9 < output.square().mean().sqrt() < 1.1
-        assert output.abs().max() < 20
-    assert all(output.isfinite().all() for output in encode(name, list(UNUSUAL_TEXTS), tokenizers))
-
-
-def test_pooled_output_depends_on_meaning_not_language(tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
-    rng = stream(4, "test-demo-text", 0, 0, 0)
-    scenes = list(
-        {canonical_scene(scene): scene for scene in (draw_scene(rng, held_out=True) for _ in range(100))}.values()
-    )
-    texts = [scene_captions(scene)[language] for language in ("en", "zh") for scene in scenes]
-    pooled = torch.cat([encode(name, texts, tokenizers)[1] for name in ("text_encoder", "text_encoder_2")], dim=-1)
-    english, chinese = pooled.chunk(2)
-    nearest = torch.cdist(english, chinese).argmin(dim=1)
-    assert (nearest == torch.arange(len(scenes))).float().mean() > 0.95
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

@@ -1,6 +1,5 @@
 """The cache stage: reproducible bytes, only missing or stale samples encoded, bad inputs rejected."""
 
-import json
 import re
 import shutil
 from collections import Counter
@@ -41,16 +40,18 @@ from sd3_light.sources import catalogue
 from sd3_light.sources.claims import Claims
 from tests.cases import combinations
 from tests.project import Project, with_nan
+from tests.unit.cache.samples import (
+    captions_of,
+    change_caption,
+    change_image,
+    contents,
+    damage,
+    reject_lines,
+    shard_of,
+    write_captions,
+)
 
 NUM_IMAGES = 40
-
-
-def contents(project: Project) -> dict[str, bytes]:
-    """Return the cache as training sees it: shards and their side files, rejects, and the manifest without paths."""
-    manifest = json.loads((project.cache / MANIFEST).read_text(encoding="utf-8"))
-    shards = {path.name: path.read_bytes() for path in (project.cache / "shards").iterdir()}
-    facts = {key: value for key, value in manifest.items() if key != "places"}
-    return {**shards, "manifest": repr(facts).encode(), "rejects": (project.cache / "rejects.jsonl").read_bytes()}
 
 
 def rebuild_and_diff(project: Project) -> set[str]:
@@ -60,24 +61,12 @@ def rebuild_and_diff(project: Project) -> set[str]:
     return before ^ set(shard_files(project))
 
 
-def shard_of(project: Project, name: str) -> str:
-    """Return the shard that contains the image ``name``."""
-    (file,) = (
-        shard.file
-        for shard in Manifest.load(project.cache).shards
-        if any(origin.key.endswith(f"/{name}") for origin in read_origins(project.cache / "shards" / shard.file))
-    )
-    return file
-
-
 def shard_files(project: Project) -> list[str]:
     return [shard.file for shard in Manifest.load(project.cache).shards]
 
 
 def rejects(project: Project) -> dict[str, str]:
-    lines = (project.cache / "rejects.jsonl").read_text(encoding="utf-8").splitlines()
-    entries = [json.loads(line) for line in lines]
-    return {entry["key"].rsplit("/", 1)[1]: entry["reason"] for entry in entries}
+    return {entry["key"].rsplit("/", 1)[1]: entry["reason"] for entry in reject_lines(project)}
 
 
 def text_of(project: Project) -> dict[int, list[CaptionFeatures]]:
@@ -88,11 +77,6 @@ def text_of(project: Project) -> dict[int, list[CaptionFeatures]]:
         for row in range(entry.count):
             features[shard.identity(row)] = [shard.caption(row, number) for number in range(shard.num_captions(row))]
     return features
-
-
-def captions_of(project: Project) -> dict[str, list[str]]:
-    captions: dict[str, list[str]] = json.loads((project.images / "captions.json").read_text(encoding="utf-8"))
-    return captions
 
 
 def open_dataset(project: Project, *overrides: str) -> CachedDataset:
@@ -205,29 +189,18 @@ def test_only_the_missing_shards_of_a_killed_run_are_encoded(project: Project) -
 # --- what each kind of change encodes again --------------------------------------------------------
 
 
-def change_caption(project: Project) -> None:
-    captions = captions_of(project)
-    captions["000007.png"] = ["a blue star", "一个蓝色的星星"]
-    (project.images / "captions.json").write_text(json.dumps(captions), encoding="utf-8")
-
-
-def change_image(project: Project) -> None:
-    image = Image.open(project.images / "000007.png")
-    Image.new("RGB", image.size, "white").save(project.images / "000007.png")
-
-
 @pytest.mark.parametrize(
     ("change", "cause"),
     [(change_caption, "the caption changed"), (change_image, "the image or its mask changed")],
 )
 def test_a_changed_sample_re_encodes_only_its_shard(project: Project, change: Any, cause: str) -> None:
-    old = shard_of(project, "000007.png")
+    old = shard_of(project, "000007.png").name
     change(project)
     state = current_state(project)
     assert state.causes[cause] == 1
     assert (state.missing, state.fresh + state.stale) == (0, NUM_IMAGES)
-    assert {old, shard_of_new := (rebuild_and_diff(project) - {old}).pop()} == {old, shard_of(project, "000007.png")}
-    assert old != shard_of_new
+    (new,) = rebuild_and_diff(project) - {old}
+    assert new == shard_of(project, "000007.png").name
 
 
 @pytest.mark.parametrize(
@@ -289,7 +262,7 @@ def test_orphans_are_kept_until_pruned_shards_before_the_files_beside_them(
         real(self, paths)
 
     monkeypatch.setattr(BuildFolder, "delete", delete)
-    old = shard_of(project, "000007.png")
+    old = shard_of(project, "000007.png").name
     change_caption(project)
     project.build_cache()
     assert (project.cache / "shards" / old).is_file(), "another run may still read it"
@@ -312,10 +285,6 @@ def test_a_dry_run_changes_nothing(project: Project, no_encoding: None) -> None:
 
 
 # --- damage --------------------------------------------------------------------------------------
-
-
-def damage(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
 
 
 def test_verify_repairs_shards_their_tables_and_the_empty_caption(project: Project) -> None:
@@ -490,7 +459,7 @@ def test_bad_inputs_are_listed_and_the_rest_is_used(fresh_project: Project) -> N
     (images / "000002.png").write_bytes(whole[: len(whole) // 2])  # its header is valid: only decoding fails
     captions = captions_of(fresh_project)
     del captions["000003.png"]
-    (images / "captions.json").write_text(json.dumps(captions), encoding="utf-8")
+    write_captions(fresh_project, captions)
     (report,) = fresh_project.build_cache()
     reasons = rejects(fresh_project)
     assert reasons["000001.png"] == "not_an_image"
@@ -685,8 +654,7 @@ def test_similar_images_are_dropped_on_request_and_shown_in_pairs(
     shutil.copy(fresh_project.images / first, fresh_project.images / "zz.png")
     with Image.open(fresh_project.images / second) as image:
         image.resize((200, 200)).save(fresh_project.images / "zzz.png")
-    table = json.dumps({**captions, "zz.png": "a copy", "zzz.png": "a larger copy"})
-    (fresh_project.images / "captions.json").write_text(table, encoding="utf-8")
+    write_captions(fresh_project, {**captions, "zz.png": "a copy", "zzz.png": "a larger copy"})
     fresh_project.data(f"duplicates = 'drop_similar'\n{fresh_project.data_toml.read_text(encoding='utf-8')}")
     assert count_samples(fresh_project.load().dataset, 0).samples == NUM_IMAGES  # from a scan
     (report,) = fresh_project.build_cache()

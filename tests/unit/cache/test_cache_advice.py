@@ -21,6 +21,7 @@ from sd3_light.families.sd3.encoders import FrozenParts
 from sd3_light.sources.buckets import fits, misfit
 from sd3_light.sources.decode import Decoded, DecodeTask, Probe, SampleLocation, decode_images, probe_images
 from tests.project import Project
+from tests.unit.cache.samples import reject_lines
 
 WIDE = 'resolutions = [64]\n[[directory]]\npath = "images"\n'
 
@@ -46,8 +47,7 @@ def build(project: Project, capfd: pytest.CaptureFixture[str], *overrides: str) 
 
 
 def rejects(project: Project) -> dict[str, tuple[str, str]]:
-    lines = (project.cache / "rejects.jsonl").read_text(encoding="utf-8").splitlines()
-    return {Path(line["key"]).name: (line["reason"], line["detail"]) for line in map(json.loads, lines)}
+    return {Path(line["key"]).name: (line["reason"], line["detail"]) for line in reject_lines(project)}
 
 
 def test_extreme_crops_and_enlargements_are_reported_and_can_be_excluded(

@@ -1,7 +1,6 @@
 """The cache stage on a stand-in for Ray in this process; tests/distributed/test_ray_cache.py uses Ray itself."""
 
 import errno
-import json
 import os
 import sys
 import sysconfig
@@ -18,7 +17,8 @@ from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
 from tests import fake_ray
 from tests.fake_ray import FakeRay
-from tests.project import Project, with_nan
+from tests.project import Project
+from tests.unit.cache.samples import contents, reject_lines
 
 WORKERS = "caching_num_workers=0"
 
@@ -34,21 +34,10 @@ def build(project: Project, *overrides: str, **flags: Any) -> cache.CacheReport:
     return report
 
 
-def content(project: Project) -> dict[str, bytes]:
-    """Return everything that training reads, and the rejects."""
-    paths = [*(project.cache / "shards").iterdir(), project.cache / "manifest.json", project.cache / "rejects.jsonl"]
-    root = str(project.folder).encode()
-    return {path.name: path.read_bytes().replace(root, b"") for path in paths}
-
-
-def rejects(project: Project) -> list[dict[str, str]]:
-    return [json.loads(line) for line in (project.cache / "rejects.jsonl").read_text().splitlines()]
-
-
 def test_the_bytes_are_those_of_a_single_process(fresh_project: Project, cached_project: Project, ray: FakeRay) -> None:
     report = build(fresh_project, ray_actors=2)
     assert report.encoded == 40
-    assert content(fresh_project) == content(cached_project)
+    assert contents(fresh_project) == contents(cached_project)
     assert [(options["num_cpus"], options["num_gpus"]) for options in ray.actor_options] == [(1, 0), (1, 0)]
     assert {(options["name"], options["num_cpus"]) for options in ray.task_options} == {("decode images", 1)}
     assert len(ray.remote_functions) == 1, "every remote function is stored by the cluster and by all its processes"
@@ -84,7 +73,7 @@ def test_lost_actors_lose_nothing(fresh_project: Project, cached_project: Projec
 
     ray.before = lose_some
     assert build(fresh_project).encoded == 40
-    assert content(fresh_project) == content(cached_project)
+    assert contents(fresh_project) == contents(cached_project)
 
 
 def test_a_poison_unit_is_rejected_and_tried_again_by_the_next_run(
@@ -103,17 +92,17 @@ def test_a_poison_unit_is_rejected_and_tried_again_by_the_next_run(
     report = build(fresh_project)
     assert tries.pop(poison) == 4
     assert set(tries.values()) == {1}
-    failed = [line for line in rejects(fresh_project) if line["reason"] == "shard_failed"]
+    failed = [line for line in reject_lines(fresh_project) if line["reason"] == "shard_failed"]
     assert 0 < len(failed) == 40 - report.encoded == report.counts["rejected: shard_failed"]
     assert "failed 3 times alone on a node of the Ray cluster: RayActorError: segmentation fault" in failed[0]["detail"]
     ray.before = lambda name, args: None
     assert build(fresh_project).encoded == len(failed)
-    assert content(fresh_project) == content(cached_project)
+    assert contents(fresh_project) == contents(cached_project)
 
 
 def test_a_poison_unit_keeps_its_intact_shard(project: Project, ray: FakeRay) -> None:
     """With --regenerate-cache units are built again whose shards can be used."""
-    before = content(project)
+    before = contents(project)
     kept, lost, damaged = sorted((project.cache / "shards").glob("images*.safetensors"))[:3]
 
     def crash(name: str, args: Sequence[Any]) -> None:
@@ -124,10 +113,10 @@ def test_a_poison_unit_keeps_its_intact_shard(project: Project, ray: FakeRay) ->
     lost.unlink()
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
     report = build(project, regenerate=True)
-    after = content(project)
+    after = contents(project)
     assert after[kept.name] == before[kept.name]
     assert not {lost.name, damaged.name} & after.keys()
-    failed = [line for line in rejects(project) if line["reason"] == "shard_failed"]
+    failed = [line for line in reject_lines(project) if line["reason"] == "shard_failed"]
     assert 0 < len(failed) == 40 - report.counts["used"]
 
 
@@ -140,7 +129,7 @@ def test_an_image_that_crashes_its_decoder_is_rejected(fresh_project: Project, r
 
     ray.before = crash
     assert build(fresh_project).encoded == 39
-    (line,) = rejects(fresh_project)
+    (line,) = reject_lines(fresh_project)
     assert line["reason"] == "decoder_crashed"
     assert broken.name in line["image"]
 
@@ -153,7 +142,7 @@ def test_new_images_are_probed_by_the_cluster(
     assert {options["name"] for options in ray.task_options} == {"probe images"}
     assert not ray.actor_options
     build(fresh_project)
-    assert content(fresh_project) == content(cached_project)
+    assert contents(fresh_project) == contents(cached_project)
 
 
 def test_tasks_for_which_no_cpu_gets_free_share_those_of_others(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,13 +273,6 @@ def test_an_error_of_every_unit_is_no_poison_and_names_the_node(
     with pytest.raises(UserError, match=rf"{message}\(on the node \S+\)$"):
         build(fresh_project)
     assert not (fresh_project.cache / "rejects.jsonl").exists()
-
-
-def test_an_error_of_a_node_names_it(fresh_project: Project, ray: FakeRay, tmp_path: Path) -> None:
-    broken = with_nan(fresh_project.model, tmp_path / "model", "vae")
-    with pytest.raises(UserError, match=r"returned NaN or infinity.* \(on the node \S+\)"):
-        build(fresh_project, f"model.diffusers_path={broken}")
-    assert ray.num_killed > 0
 
 
 def test_a_folder_that_is_not_shared_is_refused(

@@ -34,6 +34,7 @@ from sd3_light.data.shards import read_origins
 from sd3_light.families.sd3.encoding import SD3Encoding
 from tests import fake_ray
 from tests.project import Project
+from tests.unit.cache.samples import captions_of, change_caption, change_image, damage, shard_of, write_captions
 from tests.unit.cache.test_cache_builders import build, join, start
 
 NUM_IMAGES = 40
@@ -171,26 +172,6 @@ def update(project: Project, log: Path, *overrides: str, **flags: Any) -> tuple[
     assert (report.values.images, report.values.captions) == (calls.images, len(calls.captions))
     assert not list(project.cache.glob("catalogue/reuse-*")), "the index is removed when the manifest is complete"
     return report, calls
-
-
-def captions_of(project: Project) -> dict[str, Any]:
-    captions: dict[str, Any] = json.loads((project.images / "captions.json").read_text(encoding="utf-8"))
-    return captions
-
-
-def write_captions(project: Project, captions: Mapping[str, Any]) -> None:
-    (project.images / "captions.json").write_text(json.dumps(captions), encoding="utf-8")
-
-
-def change_caption(project: Project, name: str = "000007.png", text: str = "something else") -> None:
-    captions = captions_of(project)
-    write_captions(project, {**captions, name: [text, *captions[name][1:]]})
-
-
-def change_image(project: Project, name: str = "000007.png") -> None:
-    with Image.open(project.images / name) as image:
-        size = image.size
-    Image.new("RGB", size, "white").save(project.images / name)
 
 
 def rename(project: Project, old: str, new: str) -> None:
@@ -607,23 +588,10 @@ def test_a_damaged_index_is_written_again(
 # --- damage -------------------------------------------------------------------------------------
 
 
-def damage(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
-
-
-def replaced_shard(project: Project, name: str) -> Path:
-    """Return the shard that has the image ``name``."""
-    for entry in Manifest.load(project.cache).shards:
-        path: Path = project.cache / SHARDS / entry.file
-        if any(origin.key.endswith(name) for origin in read_origins(path)):
-            return path
-    raise AssertionError(name)
-
-
 def test_a_damaged_old_shard_is_not_copied_from(
     project: Project, log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    old = replaced_shard(project, "000007.png")
+    old = shard_of(project, "000007.png")
     count = len(read_origins(old))
     change_caption(project)
     damage(old)
@@ -640,7 +608,7 @@ def test_a_damaged_old_shard_is_not_copied_from(
 def test_a_damaged_shard_of_the_new_cache_is_marked(project: Project, log: Path) -> None:
     """A shard that stays and that captions are copied from is encoded again by the next build."""
     known = captions_of(project)["000030.png"][0]
-    source = replaced_shard(project, "000030.png")
+    source = shard_of(project, "000030.png")
     damage(source)
     change_caption(project, text=known)
     _, calls = update(project, log)
@@ -653,7 +621,7 @@ def test_a_damaged_shard_of_the_new_cache_is_marked(project: Project, log: Path)
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 100])
 def test_a_shard_with_a_damaged_table_is_not_copied_from(project: Project, log: Path, content: bytes) -> None:
-    old = replaced_shard(project, "000007.png")
+    old = shard_of(project, "000007.png")
     count = len(read_origins(old))
     change_caption(project)
     old.with_suffix(".arrow").write_bytes(content)
@@ -663,7 +631,7 @@ def test_a_shard_with_a_damaged_table_is_not_copied_from(project: Project, log: 
 
 def test_a_table_of_another_build_of_the_shard_is_not_used(project: Project, log: Path) -> None:
     """A build that was killed while it replaced a shard leaves its table beside the old shard."""
-    old = replaced_shard(project, "000007.png")
+    old = shard_of(project, "000007.png")
     rows = read_origins(old)
     import pyarrow as pa
     import pyarrow.feather as feather
@@ -677,7 +645,7 @@ def test_a_table_of_another_build_of_the_shard_is_not_used(project: Project, log
 
 
 def test_a_repaired_shard_copies_captions_of_others_only(project: Project, log: Path) -> None:
-    path = replaced_shard(project, "000007.png")
+    path = shard_of(project, "000007.png")
     count = len(read_origins(path))
     damage(path)
     report, calls = update(project, log, verify=True)

@@ -1,6 +1,5 @@
 """The index of what an update copies: exact, the same however it is written, and small in memory (law 10)."""
 
-import tracemalloc
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +8,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.feather as feather
-import pytest
 
 from sd3_light.cache.reuse import CopiedColumns, ReuseIndex, Update, ValueCounts, open_reuse
 from sd3_light.cache.sorted_array import SortedArray
@@ -128,39 +126,3 @@ def test_bytes_at_the_end_of_fingerprints_count(tmp_path: Path) -> None:
     with SortedArray("S4") as values:
         values.add(np.array([b"ab\0\0", b"ab\0\1", b"\xff\0\0\0"], "S4"))
         assert values.contains([b"ab", b"ab\0\1", b"ab\0\2", b"\xff"]).tolist() == [True, True, False, True]
-
-
-@pytest.mark.slow
-def test_memory_does_not_grow_with_the_samples(tmp_path: Path) -> None:
-    """200,000 samples of 390 old shards, of which nearly all are copied."""
-    peaks = {}
-    for samples in (20_000, 200_000):
-        folder = tmp_path / str(samples)
-        folder.mkdir()
-        numbers = [range(start, min(start + ROWS, samples)) for start in range(0, samples, ROWS)]
-        old = write_shards(folder, numbers)
-        units = [UnitOf(range(part.start + 1, part.stop + 1)) for part in numbers]
-        update = make_update(folder, old, units, CopiedColumns.of(COLUMNS, SAME, SAME))
-        tracemalloc.start()
-        try:
-            index = open_index(update)
-            copies = index.copies(units[-1].members)
-            peaks[samples] = tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
-        assert index.counts.copied_images == samples - 1
-        assert len(copies.entries["image"]) == len(units[-1].members) - 1
-    growth = peaks[200_000] - peaks[20_000]
-    allowed = 4096 * (180_000 // ROWS) + (1 << 20)  # the list of shards
-    assert growth < allowed, peaks
-
-
-class UnitOf:
-    """A unit whose samples are made on request, as a plan does."""
-
-    def __init__(self, samples: range) -> None:
-        self.samples, self.file = samples, f"new-{samples.start}.safetensors"
-
-    @property
-    def members(self) -> list[Member]:
-        return list(map(member, self.samples))

@@ -120,19 +120,6 @@ def test_another_teacher_encodes_its_column_alone(project: Project, monkeypatch:
         assert not torch.equal(values[TEACHER], before[key][TEACHER])
 
 
-def test_a_new_image_has_new_features_and_a_new_caption_none(project: Project) -> None:
-    project.build_cache()
-    before = dict(samples(project))
-    image = sorted(project.images.glob("*.png"))[0]
-    with Image.open(image) as old:
-        Image.new("RGB", old.size, (200, 30, 90)).save(image)
-    after = counts(project)
-    assert (after.images, after.captions) == (1, 0)
-    assert after.copied_images > 0
-    changed = {key for key, values in samples(project) if not torch.equal(values[TEACHER], before[key][TEACHER])}
-    assert len(changed) == 1
-
-
 def test_another_vae_keeps_the_features(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     project.build_cache()
     before = dict(samples(project))

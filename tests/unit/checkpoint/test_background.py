@@ -95,17 +95,14 @@ def test_jobs_run_in_order_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     assert worker.wait() == worker.poll() == []
 
 
-def test_an_error_belongs_to_its_job_and_the_next_job_runs() -> None:
+def test_an_error_belongs_to_its_job_and_idle_means_that_all_are_finished() -> None:
     worker = BackgroundWorker()
     worker.submit("bad", lambda: 1 // 0)
     worker.submit("good", lambda: 7)
     bad, good = worker.wait()
     assert isinstance(bad.error, ZeroDivisionError)
     assert (good.result, good.error) == (7, None)
-
-
-def test_idle_means_that_all_jobs_are_finished() -> None:
-    gate, worker = threading.Event(), BackgroundWorker()
+    gate = threading.Event()
     assert worker.is_idle()
     worker.submit("held", gate.wait)
     assert not worker.is_idle(0.01)

@@ -72,15 +72,12 @@ def test_null_does_not_match(text: str) -> None:
     assert not parse_condition(text).matches({"x": None})
 
 
-def test_constants_determine_the_types_of_columns() -> None:
+def test_types_and_terms_of_a_condition() -> None:
     condition = parse_condition("a > 1 and b == 'x' and c and d < e and f is None and g < h and h == '1'")
     assert condition.kinds == {
         **{"a": NUMBER, "b": TEXT, "c": BOOLEAN, "d": NUMBER, "e": NUMBER, "f": None},
         **{"g": TEXT, "h": TEXT},
     }
-
-
-def test_a_condition_splits_into_terms_by_what_they_use() -> None:
     first, rest = parse_condition("a > 1 and (b > 2 and (width > 5 or a > 9))").split([WIDTH])
     assert first.keys == {"a", "b"}
     assert rest.keys == {WIDTH, "a"}

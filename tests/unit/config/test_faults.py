@@ -44,7 +44,7 @@ def test_ten_faults_in_three_files_come_in_one_report(files: Any) -> None:
     assert "pydantic" not in text
 
 
-def test_a_dataset_toml_in_place_of_the_train_toml_is_one_fault(files: Any) -> None:
+def test_files_in_place_of_each_other_are_one_fault(files: Any, only_fault: OnlyFault) -> None:
     files.write()
     with pytest.raises(ConfigFaults) as caught:
         load_config(files.dataset_path)
@@ -53,9 +53,6 @@ def test_a_dataset_toml_in_place_of_the_train_toml_is_one_fault(files: Any) -> N
         "this is a dataset TOML, not a train TOML",
         "give the train TOML that names it: dataset = ...",
     )
-
-
-def test_a_train_toml_in_place_of_the_dataset_toml_is_one_fault(only_fault: OnlyFault, files: Any) -> None:
     fault = only_fault(top='dataset = "train.toml"')
     assert fault.file == str(files.train_path)
     assert fault.problem == "this is a train TOML, not a dataset TOML"

@@ -62,7 +62,7 @@ def everything(files: Any) -> LoadedConfig:
     return files.load(EVERYTHING, 'init = "weights"', TABLES, DATASET)
 
 
-def test_paths_are_absolute_and_relative_to_their_toml(everything: LoadedConfig, tmp_path: Path) -> None:
+def test_paths_are_absolute_and_relative_to_their_toml(everything: LoadedConfig, tmp_path: Path, files: Any) -> None:
     train = everything.train
     assert everything.path == tmp_path / "train.toml"
     assert train.output_dir == tmp_path / "out"
@@ -72,9 +72,6 @@ def test_paths_are_absolute_and_relative_to_their_toml(everything: LoadedConfig,
     assert train.adapter.init_from_existing == tmp_path / "lora.safetensors"
     assert everything.eval_datasets["held-out"].directories[0].path == tmp_path / "sub" / "photos"
     assert [directory.path for directory in everything.dataset.directories] == [tmp_path / "images", Path("/elsewhere")]
-
-
-def test_cache_dirs(everything: LoadedConfig, files: Any, tmp_path: Path) -> None:
     assert everything.dataset.cache_dir == tmp_path.parent / "cache"
     assert everything.eval_datasets["held-out"].cache_dir == tmp_path.parent / "cache-eval-held-out"
     loaded = files.load('eval_datasets = ["sub/eval.toml"]')
@@ -82,12 +79,17 @@ def test_cache_dirs(everything: LoadedConfig, files: Any, tmp_path: Path) -> Non
     assert loaded.eval_datasets["eval"].cache_dir == tmp_path / "sub" / "eval.cache"
 
 
-def test_directories_override_the_dataset(everything: LoadedConfig) -> None:
+def test_directories_override_the_dataset_and_batches_the_resolution(everything: LoadedConfig) -> None:
     first, second = everything.dataset.directories
     assert (first.num_repeats, second.num_repeats) == (0.5, 2.0)
     assert (first.flip, second.flip) == (False, True)
     assert first.caption_prefix == second.caption_prefix == "x"
     assert first.resolutions == ((256, 256), (320, 192))
+    batch = everything.train.micro_batch_size_per_gpu
+    assert batch_size_for(batch, (256, 256)) == 64
+    assert batch_size_for(batch, (320, 192)) == 32
+    assert batch_size_for(7, (256, 256)) == 7
+    assert everything.train.eval_micro_batch_size_per_gpu == batch
 
 
 def test_directory_sizes_replace_inherited_resolutions(files: Any) -> None:
@@ -103,14 +105,6 @@ def test_shuffle_keys_agree_after_loading(files: Any, line: str) -> None:
     directory = files.load(dataset=f'resolutions = 256\n{line}\n[[directory]]\npath = "a"').dataset.directories[0]
     assert directory.shuffle_tags
     assert directory.cache_shuffle_num == (3 if "3" in line else 1)
-
-
-def test_batch_size_by_resolution(everything: LoadedConfig) -> None:
-    batch = everything.train.micro_batch_size_per_gpu
-    assert batch_size_for(batch, (256, 256)) == 64
-    assert batch_size_for(batch, (320, 192)) == 32
-    assert batch_size_for(7, (256, 256)) == 7
-    assert everything.train.eval_micro_batch_size_per_gpu == batch
 
 
 def test_defaults_that_follow_other_keys(files: Any) -> None:

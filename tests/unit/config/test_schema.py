@@ -28,15 +28,12 @@ def test_defaults_that_the_reference_fixes() -> None:
     assert (joint.uncond_text_dropout_prob, round(0.464**3, 3)) == (0.1, 0.1), "a tenth of the samples have no text"
 
 
-def test_every_key_has_a_description_and_a_type_text() -> None:
+def test_every_key_has_a_description_and_a_type_text_and_one_is_secret() -> None:
     for schema in SCHEMAS.values():
         for name, table in walk_tables(schema):
             for key, annotation in field_types(table).items():
                 assert table.model_fields[key].description, f"{name}.{key}"
                 assert describe_type(annotation), f"{name}.{key}"
-
-
-def test_only_the_wandb_key_counts_as_secret() -> None:
     keys = {key for schema in SCHEMAS.values() for _, table in walk_tables(schema) for key in table.model_fields}
     assert {key for key in keys if is_secret_key(key)} == {"wandb_api_key"}
 

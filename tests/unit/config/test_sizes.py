@@ -23,13 +23,10 @@ def test_parameter_count_is_exact(size: ModelSize, qk_norm: bool) -> None:
     assert size.with_overrides(qk_norm=qk_norm).num_parameters() == _count(size, qk_norm=qk_norm)
 
 
-def test_transformer_config_names_every_argument() -> None:
+def test_transformer_config_names_every_argument_and_gives_its_size() -> None:
     expected = set(inspect.signature(SD3Transformer2DModel.__init__).parameters) - {"self"}
     for size in SIZES.values():
         assert set(size.transformer_config()) == expected
-
-
-def test_size_from_the_config_of_a_real_model() -> None:
     size = SIZES["tiny3"]
     with torch.device("meta"):
         config = SD3Transformer2DModel(**size.transformer_config()).config

@@ -29,9 +29,14 @@ def test_pieces_hold_the_samples_in_order_and_no_padding_of_others(pieces: int) 
         assert torch.equal(part["prompt"], batch()["prompt"][rows, : int(lengths.max())])
 
 
-def test_placeholders_have_a_size_only() -> None:
+def test_placeholders_have_a_size_only_and_padding_adds_rows_of_zeros() -> None:
     assert Batch(6).split(2) == [Batch(3), Batch(3)]
     assert Batch(6).tensors() == []
+    padded = batch().padded_to("prompt", 7)
+    assert torch.equal(padded["prompt"][:, :5], batch()["prompt"])
+    assert not padded["prompt"][:, 5:].any()
+    plain = batch()
+    assert plain.padded_to("prompt", 5) is plain
 
 
 def test_values_have_the_order_of_their_insertion() -> None:
@@ -56,14 +61,6 @@ def test_shapes_tell_batches_apart() -> None:
     }
     assert len(shapes) == 6
     assert batch().shapes() == plain.shapes()
-
-
-def test_padding_adds_rows_of_zeros() -> None:
-    padded = batch().padded_to("prompt", 7)
-    assert torch.equal(padded["prompt"][:, :5], batch()["prompt"])
-    assert not padded["prompt"][:, 5:].any()
-    plain = batch()
-    assert plain.padded_to("prompt", 5) is plain
 
 
 def test_a_batch_travels_through_slots_and_pickle() -> None:

@@ -51,9 +51,6 @@ def test_columns_are_compared_by_what_is_stored() -> None:
         "it has more of the caption, float32 [], expected no other column"
     )
     assert difference([MASK, LATENTS, WORDS, SCORE], declared) is not None, "the order counts"
-
-
-def test_only_the_sizes_of_images_differ_between_buckets() -> None:
     wide, longer = replace(LATENTS, shape=(8, 3, 2, 12)), replace(WORDS, shape=(77, 6))
     assert difference([wide], [LATENTS]) is not None
     assert difference([wide], [LATENTS], same_bucket=False) is None

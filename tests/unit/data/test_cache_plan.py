@@ -18,15 +18,7 @@ from sd3_light.data.cache_plan import CachePlan
 from sd3_light.randomness import sample_id
 from sd3_light.sources.buckets import assign_all, buckets_by_resolution
 from sd3_light.sources.catalogue import InputRow, chunks, make_sources
-from tests.unit.sources.catalogues import (
-    RECIPE,
-    directory,
-    plan_for,
-    sample_names,
-    unit_files,
-    unit_of,
-    write_image,
-)
+from tests.unit.sources.catalogues import RECIPE, directory, plan_for, sample_names, unit_files, unit_of, write_image
 from tests.unit.sources.inputs import scan_all
 
 pytestmark = pytest.mark.usefixtures("small_parts")
@@ -100,25 +92,6 @@ def test_units_do_not_depend_on_the_batches_they_are_written_in(
     monkeypatch.setattr(module, "_UNITS_PER_BATCH", 3)
     plan = plan_for(cache.with_name("other"), images, size=4)
     assert [(unit, sample_names(plan, unit)) for unit in plan.units] == expected
-
-
-def test_the_path_of_the_folder_does_not_matter(images: Path, cache: Path, tmp_path: Path) -> None:
-    before = plan_for(cache, images)
-    (tmp_path / "moved").mkdir()
-    moved = images.rename(tmp_path / "moved" / "images")
-    for folder in (cache, cache.with_name("other")):
-        after = plan_for(folder, moved)
-        assert unit_files(after) == unit_files(before)
-        assert {after.source(unit).root for unit in after.units} == {moved}
-
-
-def test_equal_directories_get_distinct_units(images: Path, cache: Path) -> None:
-    plan = plan_for(cache, [directory(images), directory(images)])
-    members = [(unit.label, member.row.key) for unit in plan.units for member in plan.members(unit)]
-    assert Counter(label for label, _ in members) == {"images#0": 30, "images#1": 30}
-    assert len({key for _, key in members}) == 60
-    assert all(key.startswith(f"{label}/") for label, key in members)
-    assert len(set(unit_files(plan))) == len(plan.units)
 
 
 def test_crops_and_enlargements_are_counted(cache: Path, tmp_path: Path) -> None:

@@ -171,15 +171,6 @@ def test_wrong_declarations_of_columns_are_an_error(
     assert message in str(fault.value)
 
 
-def test_a_column_without_a_declaration_or_a_tensor_is_an_error(shard: tuple[Path, ShardEntry]) -> None:
-    path, entry = shard
-    expected = ShardReader(path, entry).columns
-    size = rewritten(path, lambda tensors: tensors.pop("clip_g.pooled"), columns=without(path, "clip_g.pooled"))
-    reader = ShardReader(path, replace(entry, bytes=size))
-    with pytest.raises(UserError, match=r"it has no other column, expected clip_g\.pooled"):
-        reader.require(expected)
-
-
 def test_another_fingerprint_or_size_is_an_error(shard: tuple[Path, ShardEntry]) -> None:
     path, entry = shard
     with pytest.raises(UserError, match="its fingerprint differs"):

@@ -114,26 +114,6 @@ def test_a_new_table_replaces_the_old_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_limit")
-def test_two_commands_do_not_write_the_same_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    renamed: list[str] = []
-    rename = os.replace
-
-    def replace_file(source: Path, target: Path) -> None:
-        renamed.extend(path.name for path in (source, target) if path.name.startswith("."))
-        rename(source, target)
-
-    monkeypatch.setattr(os, "replace", replace_file)
-    manifest_of(9).save(tmp_path)
-    assert renamed
-    assert all(f"~{os.getpid()}~" in name for name in renamed)
-    assert len(list(tmp_path.iterdir())) == 2
-    monkeypatch.setattr(ShardTable, "write", lambda table, path: path.write_bytes(b"") or 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        manifest_of(8).save(tmp_path)
-    assert len(list(tmp_path.iterdir())) == 2
-
-
-@pytest.mark.usefixtures("small_limit")
 def test_a_damaged_table_is_reported(tmp_path: Path) -> None:
     manifest_of(9).save(tmp_path)
     (path,) = tables(tmp_path)

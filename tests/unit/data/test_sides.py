@@ -51,7 +51,7 @@ def test_the_order_is_that_of_a_cache_without_the_other_side() -> None:
     assert [bucket.sizes.tolist() for bucket in orders[0].buckets] == [[2, 2], [5]]
 
 
-def test_rows_of_a_shard() -> None:
+def test_rows_json_and_damage() -> None:
     ids = np.array([10, 11, 12, 13])
     assert HELD.rows(ids, "a.safetensors", "all") is None
     assert HELD.rows(ids, "other", "train") is None
@@ -59,9 +59,6 @@ def test_rows_of_a_shard() -> None:
     assert HELD.rows(ids, "a.safetensors", "validation") == pytest.approx([1])
     with pytest.raises(ValueError, match="lacks samples"):
         HELD.rows(ids[:2], "a.safetensors", "train")
-
-
-def test_json_and_damage() -> None:
     assert HeldOut.from_json(HELD.as_json()) == HELD
     assert HeldOut.from_json(None) is None
     for content in ([], {"validation": {}}, {"validation": {"a": [1.5]}, "unused": {}}, {"validation": {"a": []}}):

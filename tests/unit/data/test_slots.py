@@ -18,7 +18,7 @@ def packed_into(pool: SlotPool, value: Any) -> Packed:
     return Packer(pool, slot).pack(value)
 
 
-def test_a_nested_value_round_trips() -> None:
+def test_a_nested_value_round_trips_and_other_tensors_are_left_to_pickle() -> None:
     pool = SlotPool(1)
     value = {
         "a": [torch.arange(5), (torch.ones(2, 3, dtype=torch.bfloat16), None, "text")],
@@ -36,6 +36,10 @@ def test_a_nested_value_round_trips() -> None:
     assert unpacked["empty"].shape == (0, 4)
     assert int(unpacked["scalar"]) == 7
     assert unpacked["number"] == 3
+    learned = torch.ones(2, requires_grad=True)
+    packed = packed_into(pool, {"learned": learned, "sparse": torch.eye(2).to_sparse()})
+    assert packed.value["learned"] is learned
+    assert packed.value["sparse"].is_sparse
 
 
 def test_a_slot_is_released_with_its_last_tensor() -> None:
@@ -107,14 +111,6 @@ def test_a_forked_process_fills_a_slot_of_its_parent() -> None:
         assert (unpacked["x"] == float(slot or 0)).all()
     process.join()
     assert process.exitcode == 0
-
-
-def test_other_tensors_are_left_to_pickle() -> None:
-    pool = SlotPool(1)
-    learned = torch.ones(2, requires_grad=True)
-    packed = packed_into(pool, {"learned": learned, "sparse": torch.eye(2).to_sparse()})
-    assert packed.value["learned"] is learned
-    assert packed.value["sparse"].is_sparse
 
 
 def test_files_are_closed_with_the_pool() -> None:

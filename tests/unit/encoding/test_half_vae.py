@@ -54,13 +54,16 @@ def test_kernels_do_not_depend_on_the_rest_of_the_batch(kernels: ModuleType) -> 
     assert torch.equal(together[1:2], alone)
 
 
-def test_the_converted_encoder_equals_the_stock_one() -> None:
+def test_the_converted_encoder_equals_the_stock_one_and_the_decoder_stays_in_float32() -> None:
     pixels = half_vae.probe_pixels()[:1, :64, 100:164]
     with torch.inference_mode():
         stock = encode_pixels(load_vae(DEMO, CPU, torch.float32), pixels)
         converted = to_half_encoder(load_vae(DEMO, CPU, torch.float32), torch.float32)
         assert any(isinstance(module, half_vae._HalfResnet) for module in converted.modules())
         torch.testing.assert_close(encode_pixels(converted, pixels), stock, rtol=1e-4, atol=1e-4)
+    vae: Any = to_half_encoder(load_vae(DEMO, CPU, torch.float32), torch.float16)
+    assert vae.encoder.conv_in.weight.dtype == torch.float16
+    assert {parameter.dtype for parameter in vae.decoder.parameters()} == {torch.float32}
 
 
 def test_the_error_of_a_precision_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,12 +76,6 @@ def test_the_error_of_a_precision_is_measured(monkeypatch: pytest.MonkeyPatch) -
     assert half.share < half_vae.ERROR_LIMIT
     assert half.posterior == full.posterior > 0
     assert half.rounding == full.rounding > 0
-
-
-def test_the_decoder_stays_in_float32() -> None:
-    vae: Any = to_half_encoder(load_vae(DEMO, CPU, torch.float32), torch.float16)
-    assert vae.encoder.conv_in.weight.dtype == torch.float16
-    assert {parameter.dtype for parameter in vae.decoder.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize(

@@ -100,13 +100,17 @@ class Loads:
         return {name: loader(name) for name in ("one", "two")}
 
 
-def test_resident_modules_are_loaded_once_on_the_device() -> None:
+def test_resident_modules_are_loaded_once_on_the_device_and_freed() -> None:
     loads = Loads()
     modules = ResidentModules(loads(), torch.device("meta"), one_at_a_time=False)
     one = modules.get("one")
     modules.get("two")
     assert modules.get("one") is one
     assert loads.record == [("one", "meta"), ("two", "meta")]
+    modules = ResidentModules(Loads()(), torch.device("cpu"), one_at_a_time=False)
+    references = [weakref.ref(modules.get(name)) for name in ("one", "two")]
+    modules.clear()
+    assert [reference() for reference in references] == [None, None]
 
 
 def test_one_at_a_time_on_a_cpu_forgets_the_other() -> None:
@@ -197,10 +201,3 @@ def test_text_encoders_run_layer_by_layer(monkeypatch: pytest.MonkeyPatch, name:
             values.append(encoder(ids).last_hidden_state)
     assert needed == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4]
     assert all(torch.equal(value, expected) for value in values)
-
-
-def test_clear_frees_everything() -> None:
-    modules = ResidentModules(Loads()(), torch.device("cpu"), one_at_a_time=False)
-    references = [weakref.ref(modules.get(name)) for name in ("one", "two")]
-    modules.clear()
-    assert [reference() for reference in references] == [None, None]

@@ -75,7 +75,7 @@ def test_convolution_flags_are_restored() -> None:
 # --- normalised latents ----------------------------------------------------------------------------
 
 
-def test_channels_are_normalised_by_their_own_mean_and_deviation() -> None:
+def test_latents_are_normalised_by_channel_and_without_a_distribution() -> None:
     config = {"latents_mean": [0.5, -1.0], "latents_std": [2.0, 4.0], "_class_name": "AutoencoderKLQwenImage"}
     scale = LatentScale.of_config(config)
     raw = torch.tensor([2.5, 3.0]).view(1, 2, 1, 1, 1).expand(1, 2, 1, 3, 3)
@@ -83,9 +83,6 @@ def test_channels_are_normalised_by_their_own_mean_and_deviation() -> None:
     assert torch.equal(scale.normalise(raw), expected)
     assert torch.equal(scale.denormalise(expected), raw)
     assert scale.latent_shape((5, 4, 1, 3, 3)) == (2, 1, 3, 3)
-
-
-def test_a_vae_without_a_distribution_gives_the_latents_themselves() -> None:
     scale = LatentScale.of_config({"scaling_factor": 0.5, "_class_name": "AutoencoderDC"})
     latents = torch.full((2, 3, 4, 4), 4.0, dtype=torch.float16)
     assert scale.latent_shape(latents.shape) == (3, 4, 4)

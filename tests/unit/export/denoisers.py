@@ -1,4 +1,4 @@
-"""SD3 denoisers in which every weight matters, and their output for fixed inputs."""
+"""SD3 denoisers in which every weight matters, with adapters, and their output for fixed inputs."""
 
 from typing import Any
 
@@ -6,7 +6,9 @@ import torch
 from diffusers import SD3Transformer2DModel
 from torch import Tensor
 
+from sd3_light.config import AdapterConfig
 from sd3_light.families.sd3.random_weights import new_transformer
+from sd3_light.model.adapter_layers import add_adapter, is_adapter_name
 
 
 def live_denoiser(config: dict[str, Any], seed: int = 0) -> SD3Transformer2DModel:
@@ -17,6 +19,22 @@ def live_denoiser(config: dict[str, Any], seed: int = 0) -> SD3Transformer2DMode
         for parameter in transformer.parameters():
             parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
     return transformer.eval()
+
+
+def add_trained_adapter(
+    transformer: SD3Transformer2DModel, config: AdapterConfig, size: float = 0.05
+) -> SD3Transformer2DModel:
+    """Add an adapter that changes the output."""
+    add_adapter(transformer, config, 0)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for weight in adapter_state(transformer).values():
+            weight += size * torch.randn(weight.shape, generator=generator)
+    return transformer.eval()
+
+
+def adapter_state(transformer: SD3Transformer2DModel) -> dict[str, Tensor]:
+    return {name: weight.detach() for name, weight in transformer.named_parameters() if is_adapter_name(name)}
 
 
 @torch.no_grad()

@@ -21,9 +21,9 @@ from sd3_light.export.card import adapter_card
 from sd3_light.export.export_spec import AdapterSpec, ExportError
 from sd3_light.export.proof import ProofError, run_clean_process
 from sd3_light.families.sd3.random_weights import new_transformer
-from sd3_light.model.adapter_layers import LycorisModule, add_adapter, is_adapter_name
+from sd3_light.model.adapter_layers import LycorisModule
 from sd3_light.model.loading import load_diffusers_model
-from tests.unit.export.denoisers import live_denoiser
+from tests.unit.export.denoisers import adapter_state, add_trained_adapter, live_denoiser
 
 SD3 = family_named("sd3")
 TINY = SIZES["tiny2"].transformer_config()
@@ -52,14 +52,7 @@ def half_base(base: Path) -> Path:
 
 
 def trained(base: Path, config: AdapterConfig) -> dict[str, Tensor]:
-    transformer = SD3Transformer2DModel.from_pretrained(base)
-    add_adapter(transformer, config, 0)
-    generator = torch.Generator().manual_seed(2)
-    return {
-        name: weight.detach() + 0.05 * torch.randn(weight.shape, generator=generator)
-        for name, weight in transformer.named_parameters()
-        if is_adapter_name(name)
-    }
+    return adapter_state(add_trained_adapter(SD3Transformer2DModel.from_pretrained(base), config))
 
 
 def spec_of(base: Path, dtype: torch.dtype = torch.float32, **keys: Any) -> AdapterSpec:

@@ -22,8 +22,8 @@ from sd3_light.config import SIZES, AdapterConfig, ModelSize
 from sd3_light.config.faults import UserError
 from sd3_light.export.lora_file import write_lora
 from sd3_light.export.trained_file import write_trained
-from sd3_light.model.adapter_layers import add_adapter, is_adapter_name
 from sd3_light.model.lora_layers import LoraModule
+from tests.unit.export.denoisers import adapter_state, add_trained_adapter, live_denoiser
 
 SQUARE = replace(SIZES["tiny2"], pos_embed_max_size=8)
 WIDE = replace(SQUARE, num_heads=4)
@@ -164,14 +164,10 @@ def test_a_lora_is_converted_for_a_padded_file(wide: Path, tmp_path: Path) -> No
 
 def make_lokr(file: Path, layers: Sequence[str] = LAYERS) -> tuple[Path, dict[str, Tensor]]:
     """Write a LoKr for WIDE, as a task or a run does: for its padded single file. Return the updates too."""
-    transformer = SD3Transformer2DModel(**WIDE.transformer_config())
     adapter = AdapterConfig(type="lokr", rank=2, alpha=3.0, target_modules=tuple(layers))
-    add_adapter(transformer, adapter, 0)
-    state = {name: p.detach() for name, p in transformer.named_parameters() if is_adapter_name(name)}
-    for tensor in state.values():
-        tensor.copy_(torch.randn_like(tensor) * 0.1)
+    transformer = add_trained_adapter(live_denoiser(WIDE.transformer_config()), adapter)
     updates = {layer: transformer.get_submodule(layer).get_delta_weight("default").detach() for layer in layers}
-    return write_trained(file, state, transformer, adapter), updates
+    return write_trained(file, adapter_state(transformer), transformer, adapter), updates
 
 
 def test_a_lokr_is_converted_for_the_folder_and_for_the_padded_file(wide: Path, tmp_path: Path) -> None:

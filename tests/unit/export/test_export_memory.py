@@ -20,7 +20,7 @@ from sd3_light.config import SIZES, TrainConfig
 from sd3_light.core.registry import family_named
 from sd3_light.export import diffusers_folder, proof_process
 from sd3_light.export.diffusers_folder import WeightsOnDemand, checked_copy, host_copy
-from sd3_light.export.export_spec import ExportError, ExportSpec
+from sd3_light.export.export_spec import ExportSpec
 from sd3_light.export.lora_merge import denoiser_state, merge_loras, merged_on_demand
 from sd3_light.export.of_run import RAW, Saver
 from sd3_light.families.sd3.random_weights import new_transformer
@@ -175,13 +175,6 @@ def test_a_run_copies_weights_in_the_dtype_in_which_it_saves_them(tmp_path: Path
     assert {dtypes[name] for name in dtypes if name not in kept} == {torch.float16}
     assert kept
     assert all(any(part in name for part in denoiser._keep_in_fp32_modules) for name in kept)
-
-
-def test_values_beyond_the_saved_dtype_are_still_reported() -> None:
-    state = {name: host_copy(weight, torch.float16) for name, weight in new_transformer(TINY, 0).state_dict().items()}
-    state[f"{LAYER}.weight"] = host_copy(torch.full_like(state[f"{LAYER}.weight"].float(), 1e5), torch.float16)
-    with pytest.raises(ExportError, match=rf"{LAYER}.weight has values beyond float16, choose another save_dtype"):
-        checked_copy(state, spec(save_dtype=torch.float16), owned=True)
 
 
 def test_a_merge_on_demand_has_the_weights_of_a_merge() -> None:

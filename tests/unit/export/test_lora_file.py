@@ -20,9 +20,9 @@ from sd3_light.config.faults import UserError
 from sd3_light.core.files import Padding
 from sd3_light.export.lora_file import read_lora, write_lora
 from sd3_light.model.adapter_layers import add_adapter
-from sd3_light.model.lora_layers import LoraModule, from_peft, is_lora_name, load_lora, lora_modules
+from sd3_light.model.lora_layers import LoraModule, from_peft, load_lora, lora_modules
 from sd3_light.tensor_file import METADATA_KEY
-from tests.unit.export.denoisers import live_denoiser, output
+from tests.unit.export.denoisers import adapter_state, add_trained_adapter, live_denoiser, output
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -45,30 +45,8 @@ def stock() -> SD3Transformer2DModel:
     return live_denoiser(CONFIG)
 
 
-def add_lora(
-    transformer: SD3Transformer2DModel,
-    rank: int,
-    alpha: float,
-    target_modules: tuple[str, ...],
-    seed: int = 0,
-    **keys: Any,
-) -> tuple[str, ...]:
-    config = AdapterConfig(rank=rank, alpha=alpha, target_modules=target_modules, **keys)
-    return add_adapter(transformer, config, seed)
-
-
-def lora_state(transformer: SD3Transformer2DModel) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in transformer.state_dict().items() if is_lora_name(name)}
-
-
 def trained(targets: tuple[str, ...] = ALL_LAYERS, **options: Any) -> SD3Transformer2DModel:
-    """The model with a LoRA that changes its output."""
-    transformer = stock()
-    add_lora(transformer, RANK, ALPHA, targets, **options)
-    with torch.no_grad():
-        for seed, tensor in enumerate(lora_state(transformer).values()):
-            tensor += 0.05 * noise(*tensor.shape, seed=1000 + seed)
-    return transformer
+    return add_trained_adapter(stock(), AdapterConfig(rank=RANK, alpha=ALPHA, target_modules=targets, **options))
 
 
 @pytest.fixture(scope="module", params=KINDS.values(), ids=KINDS)
@@ -383,7 +361,7 @@ def test_spellings_of_other_programs(layer: str, down: str, up: str, alpha: floa
 
 def test_the_state_of_a_model_in_memory(live: SD3Transformer2DModel) -> None:
     rslora = next(iter(lora_modules(live).values())).scale == ALPHA / RANK**0.5
-    assert same(from_peft(lora_state(live), ALPHA, rslora), lora_modules(live))
+    assert same(from_peft(adapter_state(live), ALPHA, rslora), lora_modules(live))
 
 
 def test_files_written_by_diffusers(live: SD3Transformer2DModel, tmp_path: Path) -> None:
@@ -533,6 +511,6 @@ def test_a_file_is_loaded_into_an_adapter(live: SD3Transformer2DModel, tmp_path:
     expected = output(live)
     path = write_lora(tmp_path / "lora.safetensors", lora_modules(live), layout="kohya")
     transformer = stock()
-    add_lora(transformer, RANK, 1.0, ALL_LAYERS)
+    add_adapter(transformer, AdapterConfig(rank=RANK, alpha=1.0, target_modules=ALL_LAYERS), 0)
     load_lora(transformer, read_lora(path).modules)
     assert (output(transformer) - expected).abs().max() < 1e-5

@@ -15,9 +15,8 @@ from sd3_light.config.faults import UserError
 from sd3_light.export.adapter_folder import adapter_modules, read_adapter
 from sd3_light.export.trained_file import write_trained
 from sd3_light.families.sd3.single_file import transformer_from_single_file, write_single_file
-from sd3_light.model.adapter_layers import add_adapter, is_adapter_name
 from sd3_light.tensor_file import read_header
-from tests.unit.export.denoisers import live_denoiser, output
+from tests.unit.export.denoisers import adapter_state, add_trained_adapter, live_denoiser, output
 
 WIDE = replace(SIZES["tiny2"], num_heads=4, pos_embed_max_size=8)  # 2 blocks, padded to 4 in a single file
 TARGETS = ("attn.to_q", "attn.add_v_proj", "ff.net.2", "norm1_context.linear", "norm_out.linear")
@@ -33,19 +32,7 @@ def config_of(kind: Any) -> AdapterConfig:
 
 
 def trained(kind: Any) -> SD3Transformer2DModel:
-    """The model with an adapter that changes its output."""
-    transformer = stock()
-    add_adapter(transformer, config_of(kind), 0)
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for name, parameter in transformer.named_parameters():
-            if is_adapter_name(name):
-                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    return transformer.eval()
-
-
-def adapter_state(transformer: SD3Transformer2DModel) -> dict[str, Tensor]:
-    return {name: weight.detach() for name, weight in transformer.named_parameters() if is_adapter_name(name)}
+    return add_trained_adapter(stock(), config_of(kind), 0.1)
 
 
 @torch.no_grad()

@@ -135,12 +135,15 @@ def test_muon_steps_are_orthogonal_and_of_adamws_size() -> None:
     assert moved.square().mean().sqrt().item() == pytest.approx(0.2 * 1e-2, rel=0.25)
 
 
-def test_muon_updates_matrices_of_blocks_and_adamw_the_rest() -> None:
+def test_muon_updates_and_decays_matrices_of_blocks_and_adamw_the_rest() -> None:
     muon, adamw = Toy("muon").steps(0, 3), Toy("adamw").steps(0, 3)
     for name in SHAPES:
         same = torch.equal(muon.named[name], adamw.named[name])
         assert same == (name != MATRIX), name
     assert {name for name in SHAPES if "momentum_buffer" in muon.optimizer.state(name)} == {MATRIX}
+    free, decaying = Toy("muon", weight_decay=0.0).steps(0, 1), Toy("muon", weight_decay=0.5).steps(0, 1)
+    expected = free.named[MATRIX].detach() - 1e-2 * 0.5 * Toy().named[MATRIX].detach()
+    torch.testing.assert_close(decaying.named[MATRIX].detach(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_muon_splits_the_modulation_only_on_request() -> None:
@@ -161,12 +164,6 @@ def test_muon_splits_the_modulation_only_on_request() -> None:
         }
     modulation, query = "transformer_blocks.0.norm1.linear.weight", "transformer_blocks.0.to_q.weight"
     assert parts == {False: {modulation: 1, query: 1}, True: {modulation: 3, query: 1}}
-
-
-def test_muon_decays_its_matrices() -> None:
-    free, decaying = Toy("muon", weight_decay=0.0).steps(0, 1), Toy("muon", weight_decay=0.5).steps(0, 1)
-    expected = free.named[MATRIX].detach() - 1e-2 * 0.5 * Toy().named[MATRIX].detach()
-    torch.testing.assert_close(decaying.named[MATRIX].detach(), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("names", [[MATRIX], [BIAS, EMBED]])
@@ -312,7 +309,7 @@ def test_a_run_resumes_bit_for_bit_from_the_listed_state(kind: str, at: int) -> 
     assert_same(resumed.steps(at, at + 3).all(), unbroken.steps(at, at + 3).all())
 
 
-def test_8_bit_state_keeps_its_dtypes() -> None:
+def test_8_bit_adamw_stays_close_to_adamw_and_its_state_keeps_its_dtypes() -> None:
     toy = Toy("adamw8bit").steps(0, 2)
     large = {key: (value.dtype, value.numel()) for key, value in toy.optimizer.state(MATRIX).items()}
     blocks = -(-72 * 60 // 256)
@@ -325,9 +322,6 @@ def test_8_bit_state_keeps_its_dtypes() -> None:
     }
     small = {key: value.dtype for key, value in toy.optimizer.state(BIAS).items()}
     assert small == {"step": torch.float32, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
-
-
-def test_8_bit_adamw_stays_close_to_adamw() -> None:
     coarse, exact, start = Toy("adamw8bit").steps(0, 20), Toy("adamw").steps(0, 20), Toy()
     for name in SHAPES:
         distance = (exact.named[name] - start.named[name]).norm()

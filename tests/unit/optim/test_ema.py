@@ -145,15 +145,12 @@ def test_decays_for_the_log() -> None:
     assert [tracks.decays(step)[MAIN_TRACK] for step in (0, 100, 200, 299, 8100)] == [0.1, 0.1, 2 / 11, 2 / 11, 81 / 90]
     assert tracks.decays(10**6)["slow"] == 0.99
     assert tracks.decays(100)["power"] == tracks.decays(7)["power"] == tracks.decays(0)["power"] == 0.0
-
-
-def test_disabled_averages_hold_nothing() -> None:
     none = Averages(weights(), EmaConfig(enable=False))
     none.update(weights(), 100)
     assert (none.tracks, none.decays(100)) == ({}, {})
 
 
-def test_tracks_start_as_copies() -> None:
+def test_tracks_start_as_copies_and_an_update_changes_no_parameter() -> None:
     live = weights()
     tracks = averages(live, track=THREE)
     start = live["a"].clone()
@@ -161,16 +158,13 @@ def test_tracks_start_as_copies() -> None:
     live["a"].zero_()
     tracks.tracks["slow"].shadow["a"].fill_(7)
     assert all(torch.equal(track.shadow["a"], start) for name, track in tracks.tracks.items() if name != "slow")
-
-
-def test_an_update_reads_parameters_and_does_not_change_them() -> None:
-    live = {"a": nn.Parameter(torch.ones(3))}
-    tracks = averages(live, 0.5)
+    weight = {"a": nn.Parameter(torch.ones(3))}
+    average = averages(weight, 0.5)
     with torch.no_grad():
-        live["a"] += 2
-    tracks.update(live, 100)
-    shadow = tracks.tracks[MAIN_TRACK].shadow["a"]
-    assert torch.equal(live["a"].detach(), torch.full((3,), 3.0))
+        weight["a"] += 2
+    average.update(weight, 100)
+    shadow = average.tracks[MAIN_TRACK].shadow["a"]
+    assert torch.equal(weight["a"].detach(), torch.full((3,), 3.0))
     assert torch.equal(shadow, torch.full((3,), 2.0))
     assert not shadow.requires_grad
 

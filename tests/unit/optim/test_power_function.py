@@ -35,14 +35,11 @@ def test_gamma_gives_the_requested_width(width: float) -> None:
     assert np.sqrt((gamma + 1) / (gamma + 3)) / (gamma + 2) == pytest.approx(width, rel=1e-9)
 
 
-def test_figures_of_the_paper() -> None:
+def test_figures_of_the_paper_and_one_update_for_several_steps() -> None:
     """sigma_rel 0.05 and 0.10 are gamma 16.97 and 6.94 (section 3.1)."""
     assert gamma_from_sigma_rel(0.05) == pytest.approx(16.97, abs=0.005)
     assert gamma_from_sigma_rel(0.10) == pytest.approx(6.94, abs=0.005)
     assert gamma_from_sigma_rel(MAX_SIGMA_REL) == pytest.approx(0, abs=1e-9)
-
-
-def test_one_update_decays_like_its_steps_together() -> None:
     gamma = gamma_from_sigma_rel(0.1)
     one_by_one = np.prod([decay_at(step, 1, gamma) for step in range(91, 101)])
     assert decay_at(100, 10, gamma) == pytest.approx(one_by_one, rel=1e-12)

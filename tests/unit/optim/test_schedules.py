@@ -74,15 +74,12 @@ def test_an_unknown_schedule_is_rejected() -> None:
         rate("exponential", 1)
 
 
-def test_a_cool_down_is_a_line_to_the_end_of_the_run() -> None:
+def test_a_cool_down_is_a_line_or_a_root_to_the_end_of_the_run() -> None:
     """The first of its steps is at the full rate, and 0 would follow the last."""
     rates = curve("constant", 100, cooldown=20)
     assert rates[:80] == [PEAK] * 80
     assert rates[80:] == pytest.approx([PEAK * left / 20 for left in range(20, 0, -1)], rel=1e-12)
     assert rate("constant", 100, cooldown=20) == rate("constant", 105, cooldown=20) == 0
-
-
-def test_a_square_root_cool_down_drops_faster() -> None:
     for done in range(80, 100):
         expected = PEAK * (1 - math.sqrt((done - 80) / 20))
         assert rate("constant", done, cooldown=20, shape="sqrt") == pytest.approx(expected, rel=1e-12)

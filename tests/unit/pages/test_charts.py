@@ -40,14 +40,11 @@ def test_ticks_are_round_and_their_labels_differ() -> None:
     ]
 
 
-def test_a_curve_with_a_far_spike_gets_a_logarithmic_axis() -> None:
+def test_the_axis_of_a_far_spike_is_logarithmic_and_of_equal_values_has_a_length() -> None:
     assert fit_axis([1.0, 1.1, 0.9, 400.0]).log
     assert not fit_axis([1.0, 1.1, 0.9, 4.0]).log
     assert not fit_axis([0.0, 1.0, 400.0]).log, "zero has no logarithm"
     assert not fit_axis([1.0, 1.1, 0.9, 400.0], include_zero=True).log
-
-
-def test_an_axis_of_equal_values_has_a_length() -> None:
     axis = fit_axis([5.0, 5.0])
     assert axis.low < 5 < axis.high
     assert math.isclose(axis.position(5.0), 0.5)

@@ -151,7 +151,7 @@ def test_half_a_surrogate_pair_is_written_as_an_escape(tmp_path: Path) -> None:
 # --- formats ----------------------------------------------------------------------------------
 
 
-def test_numbers_and_durations() -> None:
+def test_numbers_durations_and_languages() -> None:
     assert [duration(seconds) for seconds in (0.44, 12, 482, 7500, 270_000, 86_400)] == [
         *("0.4 s", "12 s", "8 min 2 s", "2 h 5 min", "3 d 3 h", "1 d")
     ]
@@ -165,20 +165,14 @@ def test_numbers_and_durations() -> None:
     ]
     assert [plural(1, "resume"), plural(2, "resume"), plural(8, "process")] == ["1 resume", "2 resumes", "8 processes"]
     assert tick_label(-2.5e9) == "-2.5G"
-
-
-def test_the_language_of_a_text_follows_its_script() -> None:
     languages = [language(text) for text in ("a cat", "一只猫", "これは猫", "고양이", "a 猫", "")]
     assert languages == ["", "zh", "ja", "ko", "zh", ""]
 
 
-def test_bucket_shapes_are_drawn_to_scale() -> None:
+def test_bars_are_drawn_to_scale_and_an_open_bin_has_a_plus() -> None:
     bars = macro("bars", "bucket_bars")([("512x256", 512, 256, 1), ("256x256", 256, 256, 1)])
     assert 'width="28.0" height="14.0"' in bars
     assert 'width="14.0" height="14.0"' in bars
-
-
-def test_an_open_bin_is_labelled_with_a_plus() -> None:
     bins = [HistogramBin(22, 22, 4), HistogramBin(23, 23, 2, is_open=True)]
     html = macro("histogram", "histogram")(SimpleNamespace(title="", summary="", unit="words", bins=bins))
     assert "<span>22</span>" in html

@@ -52,7 +52,7 @@ def test_an_event_is_written_immediately(tmp_path: Path) -> None:
     log.close()
 
 
-def test_nonfinite_numbers_are_strings(tmp_path: Path) -> None:
+def test_numbers_that_are_not_finite_are_strings_and_valid(tmp_path: Path) -> None:
     with RunLog(tmp_path, tensorboard=False) as log:
         log.event("step", step=1, loss=math.nan, up=math.inf, down=-math.inf)
         log.event("step", step=2, loss=np.float32(0.5), up=torch.tensor(math.nan), down=np.int64(3))
@@ -62,6 +62,8 @@ def test_nonfinite_numbers_are_strings(tmp_path: Path) -> None:
         ["nan", "inf", "-inf"],
         [0.5, "nan", 3],
     ]
+    line = b'{"event": "step", "loss": "nan", "band": {"0": "inf", "1": null}, "lr": 1e-4}\n'
+    assert parse_event(tmp_path / "log.jsonl", 1, line)["loss"] == "nan"
 
 
 @pytest.mark.parametrize("tail", [b'{"event": "st', b"\x00" * 200_000, b""])
@@ -227,8 +229,3 @@ def test_a_field_of_another_type_is_named(tmp_path: Path, field: str, message: s
     line = f'{{"event": "step", {field}}}\n'.encode()
     with pytest.raises(UserError, match=rf"log\.jsonl: line 7: {message}; remove that line"):
         parse_event(tmp_path / "log.jsonl", 7, line)
-
-
-def test_numbers_that_are_not_finite_are_valid(tmp_path: Path) -> None:
-    line = b'{"event": "step", "loss": "nan", "band": {"0": "inf", "1": null}, "lr": 1e-4}\n'
-    assert parse_event(tmp_path / "log.jsonl", 1, line)["loss"] == "nan"

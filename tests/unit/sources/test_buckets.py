@@ -34,13 +34,10 @@ def test_a_bucket_is_named_by_its_sides_and_sorts() -> None:
     assert sorted([Bucket(64, 64), Bucket(48, 64), Bucket(64, 48)]) == [Bucket(48, 64), Bucket(64, 48), Bucket(64, 64)]
 
 
-def test_without_ratios_each_resolution_is_one_bucket() -> None:
+def test_buckets_without_ratios() -> None:
     here = directory(resolutions=[512, 256, [64, 48]])
     assert buckets_by_resolution(here) == ((Bucket(512, 512),), (Bucket(256, 256),), (Bucket(64, 48),))
     assert buckets_for(here) == (Bucket(64, 48), Bucket(256, 256), Bucket(512, 512))
-
-
-def test_size_buckets_are_one_group() -> None:
     here = directory(resolutions=[512, 256], size_buckets=[[96, 64], [64, 96]], enable_ar_bucket=True)
     assert buckets_by_resolution(here) == ((Bucket(64, 96), Bucket(96, 64)),)
 
@@ -49,11 +46,9 @@ def test_ratios_are_a_geometric_series_or_configured() -> None:
     assert aspect_ratios(directory(min_ar=0.5, max_ar=2.0, num_ar_buckets=3)) == pytest.approx((0.5, 1.0, 2.0))
     assert aspect_ratios(directory(min_ar=0.5, max_ar=2.0, num_ar_buckets=1)) == pytest.approx((1.0,))
     assert aspect_ratios(directory(ar_buckets=[1.5, [448, 576]])) == pytest.approx((1.5, 448 / 576))
-
-
-def test_ratio_buckets_of_256() -> None:
     buckets = ratio_buckets(256, ar_buckets=[1.0, 1.25, 0.8, 1.0])
     assert [str(bucket) for bucket in buckets] == ["224x288", "256x256", "288x224"]
+    assert ratio_buckets(16, ar_buckets=[100.0, 0.01]) == (Bucket(16, 160), Bucket(160, 16))
 
 
 @pytest.mark.parametrize("side", [64, 128, 256, 512, 1024])
@@ -70,10 +65,6 @@ def test_ratio_buckets_keep_area_and_ratio(side: int, count: int) -> None:
     for ratio in aspect_ratios(here):
         nearest = min(abs(math.log(bucket.width / bucket.height / ratio)) for bucket in buckets)
         assert nearest <= SIDE_STEP / (side / math.sqrt(2.5) - SIDE_STEP)
-
-
-def test_extreme_ratios_still_give_a_bucket() -> None:
-    assert ratio_buckets(16, ar_buckets=[100.0, 0.01]) == (Bucket(16, 160), Bucket(160, 16))
 
 
 def test_assign_prefers_the_largest_bucket_without_upscaling() -> None:

@@ -95,18 +95,15 @@ def test_the_order_of_sources(tmp_path: Path) -> None:
     assert rejects(items) == {}
 
 
-def test_a_table_that_no_image_needs_changes_nothing(tmp_path: Path) -> None:
+def test_tables_in_use_list_their_rows_and_others_nothing(tmp_path: Path) -> None:
     write_files(tmp_path, {"a.png": png(), "a.txt": "own", "export.csv": "file,text\na.png,other\ngone.png,gone\n"})
     items = scan_items(tmp_path)
     assert captions(items) == {"a.png": ("own",)}
     assert rejects(items) == {}
-
-
-def test_rows_of_a_table_in_use_are_listed_like_those_of_others(tmp_path: Path) -> None:
-    write_files(tmp_path, {"a.png": png(), "b.png": png()})
+    root = write_files(tmp_path / "used", {"a.png": png(), "b.png": png()})
     rows = ['{"file": "a.png", "text": "a"}', '{"file": "gone.png", "text": "gone"}', "[broken"]
-    write_files(tmp_path, {"labels.jsonl": "\n".join(rows)})
-    items = scan_items(tmp_path)
+    write_files(root, {"labels.jsonl": "\n".join(rows)})
+    items = scan_items(root)
     broken = f"labels.jsonl:byte {len(rows[0]) + len(rows[1]) + 2}"
     assert rejects(items) == {"b.png": "no_caption", "gone.png": "missing_file", broken: "broken_row"}
     assert detail(items, "b.png").endswith("; labels.jsonl does not list it (it starts with 'a.png')")
@@ -165,7 +162,7 @@ def test_a_table_of_sd_scripts(tmp_path: Path) -> None:
     assert "meta_cap.json and meta_lat.json all have file names and captions" in detail(items, "a.png")
 
 
-def test_parquet_without_images_is_always_listed(tmp_path: Path) -> None:
+def test_parquet_without_images_or_as_an_unneeded_table_is_listed(tmp_path: Path) -> None:
     """Also beside a tar or a folder of the same name."""
     log = pa.table({"url": ["u"], "caption": ["c"]})
     write_tar(tmp_path / "0.tar", [("k.png", png()), ("k.txt", b"k")])
@@ -176,11 +173,10 @@ def test_parquet_without_images_is_always_listed(tmp_path: Path) -> None:
     assert set(captions(items)) == {"0.tar/k.png", "1/a.png", "c.png"}
     assert rejects(items) == {**{f"{n}.parquet": "no_image_column" for n in range(3)}, "b.png": "no_caption"}
     assert "0.parquet is not read: none of the columns ['url', 'caption']" in detail(items, "b.png")
-
-
-def test_parquet_as_a_table_that_no_image_needs_is_listed(tmp_path: Path) -> None:
-    write_files(tmp_path, {"a.png": png(), "a.txt": "own", "labels.parquet": as_parquet("file", "text")})
-    items = scan_items(tmp_path)
+    other = write_files(
+        tmp_path / "other", {"a.png": png(), "a.txt": "own", "labels.parquet": as_parquet("file", "text")}
+    )
+    items = scan_items(other)
     assert captions(items) == {"a.png": ("own",)}
     assert rejects(items) == {"labels.parquet": "no_image_column"}
 

@@ -76,15 +76,12 @@ def test_an_item_has_one_owner(claims: Claims) -> None:
         assert other.take("a")
 
 
-def test_exiting_releases_all_claims(tmp_path: Path) -> None:
+def test_claims_and_heartbeats_end_with_their_owner(tmp_path: Path) -> None:
+    """A late heartbeat would leave its file behind forever."""
     with Claims(tmp_path) as claims:
         assert all(claims.take(name) for name in "abc")
         claims.release("b")
     assert os.listdir(tmp_path) == []
-
-
-def test_no_heartbeat_is_written_after_the_end(tmp_path: Path) -> None:
-    """A late heartbeat would leave its file behind forever."""
     for _ in range(100):
         with Claims(tmp_path, heartbeat=1e-5):
             pass
@@ -167,7 +164,15 @@ def holder(claims: Claims) -> Iterator[BaseProcess]:
     process.join()
 
 
-def test_a_killed_process_is_noticed_immediately(claims: Claims, holder: BaseProcess) -> None:
+def test_a_living_owner_on_this_machine_needs_no_heartbeat_and_a_killed_one_is_noticed(
+    claims: Claims, holder: BaseProcess
+) -> None:
+    """The process is checked instead of its heartbeat: it may have been suspended."""
+    (heartbeat,) = (path for path in claims.folder.glob("*.alive") if not path.name.startswith(claims.owner))
+    age(heartbeat, 10 * STALE_AFTER)
+    assert not claims.take("a")
+    with Claims(claims.folder):
+        assert heartbeat.exists(), "it is not swept either"
     assert is_owned(claims, "a")
     assert not claims.take("a")
     assert holder.pid is not None
@@ -177,15 +182,6 @@ def test_a_killed_process_is_noticed_immediately(claims: Claims, holder: BasePro
     holder.join()
     assert not is_owned(claims, "a")
     assert claims.take("a")
-
-
-def test_a_living_process_keeps_its_item_without_a_heartbeat(claims: Claims, holder: BaseProcess) -> None:
-    """On the same machine the process is checked instead of its heartbeat: it may have been suspended."""
-    (heartbeat,) = (path for path in claims.folder.glob("*.alive") if not path.name.startswith(claims.owner))
-    age(heartbeat, 10 * STALE_AFTER)
-    assert not claims.take("a")
-    with Claims(claims.folder):
-        assert heartbeat.exists(), "it is not swept either"
 
 
 def test_a_reused_process_number_is_another_process(claims: Claims) -> None:

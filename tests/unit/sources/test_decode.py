@@ -116,14 +116,24 @@ def test_a_file_deleted_since_the_probe_is_unreadable(tmp_path: Path) -> None:
     assert decode_images([task])[0].reason == "unreadable"
 
 
-def test_a_mask_has_latent_size_and_the_crop_of_its_image(tmp_path: Path) -> None:
+def test_a_mask_has_latent_size_and_the_crop_of_its_image_which_it_does_not_need(tmp_path: Path) -> None:
+    """Only the mask is read for an image that is copied."""
     image, mask = save(noise(size=(64, 48)), "PNG"), save(halves("L", 255, 0, (128, 96)), "PNG")
-    result = decoded(write_sample(tmp_path, image, mask))
+    location = write_sample(tmp_path, image, mask)
+    result = decoded(location)
     assert result.mask is not None
     assert result.mask.shape == (8, 6)
     assert np.array_equal(result.mask, fit_mask(decode_mask(mask), plan(64, 48, BUCKET)))
     assert (result.mask[:, :3] == 255).all()
     assert (result.mask[:, 4:] == 0).all()
+    whole, probe = result, probe_one(location)
+    (tmp_path / "image").unlink()
+    (result,) = decode_images([DecodeTask(location, probe, BUCKET, copied=("image",))])
+    assert (result.pixels, result.reason) == (None, "")
+    assert np.array_equal(result.mask, whole.mask)
+    (tmp_path / "mask").write_bytes(save(halves("L", 0, 255, (128, 96)), "PNG"))
+    (result,) = decode_images([DecodeTask(location, probe, BUCKET, copied=("image",))])
+    assert result.reason == "changed_meanwhile"
 
 
 @pytest.mark.parametrize(
@@ -153,19 +163,6 @@ def test_digests_differ_for_every_mask_and_for_no_mask() -> None:
         for image, mask in contents
     ]
     assert len({sample_fingerprint(row, ()) for row in rows}) == len(contents)
-
-
-def test_only_the_mask_is_read_for_an_image_that_is_copied(tmp_path: Path) -> None:
-    image, mask = save(noise(size=(64, 48)), "PNG"), save(halves("L", 255, 0, (128, 96)), "PNG")
-    location = write_sample(tmp_path, image, mask)
-    whole, probe = decoded(location), probe_one(location)
-    (tmp_path / "image").unlink()
-    (result,) = decode_images([DecodeTask(location, probe, BUCKET, copied=("image",))])
-    assert (result.pixels, result.reason) == (None, "")
-    assert np.array_equal(result.mask, whole.mask)
-    (tmp_path / "mask").write_bytes(save(halves("L", 0, 255, (128, 96)), "PNG"))
-    (result,) = decode_images([DecodeTask(location, probe, BUCKET, copied=("image",))])
-    assert result.reason == "changed_meanwhile"
 
 
 def test_workers_do_not_import_torch() -> None:

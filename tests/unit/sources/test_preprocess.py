@@ -125,14 +125,11 @@ def test_any_damage_gives_an_image_or_a_reject(kind: str) -> None:
                 use(cut)
 
 
-def test_a_wide_gamut_profile_is_converted() -> None:
+def test_profiles_are_converted() -> None:
     colour = (100, 180, 90)
     image = decode(save(Image.new("RGB", (4, 4), colour), "PNG", icc_profile=wide_gamut()))
     assert abs(np.array(image.getpixel((0, 0))) - as_srgb(colour)).max() <= 2
     assert abs(np.array(colour) - as_srgb(colour)).max() > 10
-
-
-def test_a_grey_profile_is_converted() -> None:
     for mode, value in (("L", 55), ("LA", (55, 255))):
         image = decode(save(Image.new(mode, (4, 4), value), "PNG", icc_profile=linear_grey()))
         assert abs(np.array(image.getpixel((0, 0))) - 128).max() <= 3

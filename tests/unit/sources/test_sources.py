@@ -132,14 +132,11 @@ def test_leading_tags_are_kept_and_others_dropped_at_their_rate(tmp_path: Path) 
     assert plain == undropped
 
 
-def test_dropping_leaves_at_least_one_tag(tmp_path: Path) -> None:
+def test_shuffles_of_few_tags_and_of_prose(tmp_path: Path) -> None:
     here = directory(tmp_path, cache_shuffle_num=50, tag_dropout=0.99)
     assert all(variant in ("a", "b", "a, b", "b, a") for variant in caption_variants(("a, b",), 0, "key", here))
-
-
-def test_shuffle_tags_alone_is_one_shuffle_and_prose_is_unchanged(tmp_path: Path) -> None:
-    here = directory(tmp_path, shuffle_tags=True)
-    assert len(caption_variants(("a, b, c",), 0, "key", here)) == 1
+    once = directory(tmp_path, shuffle_tags=True)
+    assert len(caption_variants(("a, b, c",), 0, "key", once)) == 1
     assert caption_variants(("a dog runs",), 0, "key", directory(tmp_path, cache_shuffle_num=9)) == ("a dog runs",)
 
 
@@ -159,7 +156,7 @@ def test_directories_of_one_name_have_different_keys(tmp_path: Path) -> None:
     assert keys == ["set#0/a.jpg", "set#1/a.jpg", "set#0#0/a.jpg", "other#0/a.jpg", "set#2/a.jpg"]
 
 
-def test_a_subsample_is_a_function_of_the_key(tmp_path: Path) -> None:
+def test_a_subsample_is_a_function_of_the_key_and_its_other_rows_are_not_missing(tmp_path: Path) -> None:
     root = tmp_path / "set"
     write_files(root, {f"{n}.{end}": str(n) for n in range(400) for end in ("jpg", "txt")})
     write_files(root, {"lonely.jpg": png()})
@@ -169,11 +166,8 @@ def test_a_subsample_is_a_function_of_the_key(tmp_path: Path) -> None:
     assert 50 <= len(fifth) <= 110
     assert fifth < half < whole
     assert half == {key for key in whole if sample_id(key) < 2**62}
-
-
-def test_rows_outside_the_subsample_are_not_missing(tmp_path: Path) -> None:
     names = [f"{n}.jpg" for n in range(60)]
-    root = write_files(tmp_path / "set", {name: png() for name in names})
+    root = write_files(tmp_path / "rows", {name: png() for name in names})
     write_files(root, {"metadata.csv": "file,text\n" + "".join(f"{name},x\n" for name in names)})
     items = scan_items(root, subsample_ratio=0.3)
     assert 5 < len(items) < 35
