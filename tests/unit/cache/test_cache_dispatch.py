@@ -65,15 +65,12 @@ class FakeWorkers:
         self.built.append(unit.number)
 
 
-def test_every_unit_is_built_once() -> None:
+def test_every_unit_is_built_once_and_few_are_spread_over_all_workers() -> None:
     workers = FakeWorkers(3)
     assert dispatch(UNITS, workers) == {}
     assert sorted(workers.built) == list(range(30))
     assert set(workers.tries.values()) == {1}
     assert workers.most == {0: DEPTH, 1: DEPTH, 2: DEPTH}
-
-
-def test_few_units_are_spread_over_all_workers() -> None:
     workers = FakeWorkers(3)
     dispatch(UNITS[:3], workers)
     assert workers.most == {0: 1, 1: 1, 2: 1}
@@ -109,14 +106,12 @@ def test_many_workers_may_be_lost_at_once(count: int, lost: int) -> None:
     assert max(workers.most) == count + lost - 1, "the new workers get units"
 
 
-def test_many_failures_in_a_row_stop_the_run() -> None:
+def test_many_failures_in_a_row_and_a_user_error_stop_the_run() -> None:
     workers = FakeWorkers(2, poison=range(1000))
     with pytest.raises(UserError, match=r"shards in a row could not be built, the last: the process was lost; fix"):
         dispatch([unit(number) for number in range(1000)], workers)
     assert sum(workers.tries.values()) < 50
 
-
-def test_a_user_error_stops_the_run() -> None:
     class Refusing(FakeWorkers):
         def finish(self, worker: int, handle: str, unit: Unit) -> None:
             raise UserError("the store is not writable")

@@ -159,16 +159,14 @@ def test_an_unknown_revision_or_folder_is_named(hub: FakeHub, fresh_project: Pro
         download(HubId("owner/images", "dataset", inner="nowhere"))
 
 
-def test_offline_the_remedy_is_a_folder(hub: FakeHub, fresh_project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    (fault,) = faults(fresh_project, f"model.diffusers_path={MODEL}")
-    assert "not in the local cache, and HF_HUB_OFFLINE is set; connect, or give a folder" in fault
-    assert hub.requests == []
-
-
-def test_without_a_connection_a_downloaded_model_is_used(
+def test_offline_and_without_a_connection_a_downloaded_model_is_used(
     hub: FakeHub, fresh_project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(constants, "HF_HUB_OFFLINE", True)
+        (fault,) = faults(fresh_project, f"model.diffusers_path={MODEL}")
+    assert "not in the local cache, and HF_HUB_OFFLINE is set; connect, or give a folder" in fault
+    assert hub.requests == []
     check.load(fresh_project.train_toml, [f"model.diffusers_path={MODEL}"])
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     check.load(fresh_project.train_toml, [f"model.diffusers_path={MODEL}"])

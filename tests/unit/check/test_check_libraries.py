@@ -12,7 +12,7 @@ from sd3_light.config import Fault
 PRODIGY = '[optimizer]\ntype = "prodigy"'
 
 
-def test_prodigy_without_its_library(
+def test_optimizers_and_few_bits_without_their_library(
     monkeypatch: pytest.MonkeyPatch, files: Any, only_fault: Callable[..., Fault]
 ) -> None:
     monkeypatch.setattr(disk, "find_spec", lambda name: None)
@@ -25,13 +25,8 @@ def test_prodigy_without_its_library(
     assert disk_faults(files.load(tables='[optimizer]\ntype = "muon"')) == []
     monkeypatch.setattr(disk, "find_spec", lambda name: object())
     assert disk_faults(files.load(tables=PRODIGY)) == []
-
-
-def test_few_bits_without_their_library(
-    monkeypatch: pytest.MonkeyPatch, files: Any, only_fault: Callable[..., Fault]
-) -> None:
-    files.denoiser("sd3/transformer")
     monkeypatch.setattr(disk, "find_spec", lambda name: None)
+    files.denoiser("sd3/transformer")
     fault = only_fault(model="", tables="[adapter]\nbase_bits = 4")
     assert (fault.key, fault.value) == ("adapter.base_bits", "4")
     assert fault.hint == "run `pip install 'sd3-light[bnb]'`, or write base_bits = 8"

@@ -29,13 +29,10 @@ def _faults(folder: Path, path: str) -> dict[str, str]:
     return {fault.key: fault.problem for fault in caught.value.faults}
 
 
-def test_both_passes_report_together(tmp_path: Path) -> None:
+def test_both_passes_report_together_and_a_faulty_key_is_not_checked_on_disk(tmp_path: Path) -> None:
     faults = _faults(tmp_path, 'diffusers_path = "nowhere"')
     assert {"max_steps", "micro_batch_sise_per_gpu", "model.diffusers_path", "directory[0].path"} == set(faults)
     assert faults["model.diffusers_path"] == "no such folder"
-
-
-def test_a_faulty_key_is_not_checked_on_disk(tmp_path: Path) -> None:
     faults = _faults(tmp_path, "")
     assert {key for key in faults if key.startswith("model")} == {"model.diffusers_path"}
     assert faults["model.diffusers_path"] != "no such folder"

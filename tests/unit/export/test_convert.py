@@ -146,7 +146,7 @@ def test_a_lora_round_trips_through_kohyas_layout_exactly(square: Path, tmp_path
     assert {tensor.dtype for tensor in load_file(half).values()} == {torch.bfloat16}
 
 
-def test_a_lora_is_converted_for_a_padded_file(wide: Path, tmp_path: Path) -> None:
+def test_a_lora_and_a_lokr_are_converted_for_the_folder_and_for_the_padded_file(wide: Path, tmp_path: Path) -> None:
     single, lora = tmp_path / "m.safetensors", make_lora(wide, tmp_path / "l.safetensors")
     run("convert", wide, single)
     padded, back = tmp_path / "padded.safetensors", tmp_path / "back.safetensors"
@@ -160,20 +160,8 @@ def test_a_lora_is_converted_for_a_padded_file(wide: Path, tmp_path: Path) -> No
     save_file(tensors, tmp_path / "others.safetensors")  # as another program saves it, without padding metadata
     run("lora", "convert", tmp_path / "others.safetensors", tmp_path / "again.safetensors", "--trained-on", single)
     assert load_file(tmp_path / "again.safetensors").keys() == load_file(lora).keys()
-
-
-def make_lokr(file: Path, layers: Sequence[str] = LAYERS) -> tuple[Path, dict[str, Tensor]]:
-    """Write a LoKr for WIDE, as a task or a run does: for its padded single file. Return the updates too."""
-    adapter = AdapterConfig(type="lokr", rank=2, alpha=3.0, target_modules=tuple(layers))
-    transformer = add_trained_adapter(live_denoiser(WIDE.transformer_config()), adapter)
-    updates = {layer: transformer.get_submodule(layer).get_delta_weight("default").detach() for layer in layers}
-    return write_trained(file, adapter_state(transformer), transformer, adapter), updates
-
-
-def test_a_lokr_is_converted_for_the_folder_and_for_the_padded_file(wide: Path, tmp_path: Path) -> None:
-    single, lokr = tmp_path / "m.safetensors", make_lokr(tmp_path / "l.safetensors")[0]
-    run("convert", wide, single)
-    folder, padded = tmp_path / "folder.safetensors", tmp_path / "padded.safetensors"
+    lokr = make_lokr(tmp_path / "lokr.safetensors")[0]
+    folder, padded = tmp_path / "folder.safetensors", tmp_path / "padded-lokr.safetensors"
     run("lora", "convert", lokr, folder)
     assert {key.split("_")[3] for key in load_file(folder)} == {"0", "1"}
     run("lora", "convert", folder, padded, "--padded-for", single)
@@ -184,6 +172,14 @@ def test_a_lokr_is_converted_for_the_folder_and_for_the_padded_file(wide: Path, 
     assert torch.bfloat16 in {tensor.dtype for tensor in load_file(half).values()}
     message = refused("lora", "convert", lokr, tmp_path / "x.safetensors", "--layout", "kohya")
     assert "a LoKr or LoHa is not a LoRA" in message
+
+
+def make_lokr(file: Path, layers: Sequence[str] = LAYERS) -> tuple[Path, dict[str, Tensor]]:
+    """Write a LoKr for WIDE, as a task or a run does: for its padded single file. Return the updates too."""
+    adapter = AdapterConfig(type="lokr", rank=2, alpha=3.0, target_modules=tuple(layers))
+    transformer = add_trained_adapter(live_denoiser(WIDE.transformer_config()), adapter)
+    updates = {layer: transformer.get_submodule(layer).get_delta_weight("default").detach() for layer in layers}
+    return write_trained(file, adapter_state(transformer), transformer, adapter), updates
 
 
 @pytest.mark.usefixtures("unproven")

@@ -174,18 +174,20 @@ def test_a_half_written_snapshot_is_left_out(fresh_project: Project, tmp_path: P
     assert facts["step"] == STEPS - STEPS // SNAPSHOTS
 
 
-def test_a_length_and_weights_exclude_each_other(trained: Trained, tmp_path: Path) -> None:
+def test_options_that_exclude_each_other_are_refused_before_the_work(trained: Trained, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="exclude each other"):
         export.run(trained.run, tmp_path / "out", weights="ema", ema_length=0.1)
-
-
-# --- extras -----------------------------------------------------------------------------------
-
-
-def test_an_invalid_push_is_reported_before_the_work(trained: Trained, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--push-to-hub no/such/name: not a valid repository name"):
         export.run(trained.run, tmp_path / "out", push_to_hub=Target("no/such/name"))
     assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match=r"ends in \.safetensors"):
+        export.run(trained.run, tmp_path / "folder", contents=export.Contents(pad_blocks=False))
+    with pytest.raises(UserError, match="--push-to-hub uploads a folder"):
+        export.run(trained.run, tmp_path / "m.safetensors", push_to_hub=Target("me/model"))
+    assert not (tmp_path / "folder").exists()
+
+
+# --- extras -----------------------------------------------------------------------------------
 
 
 def test_a_run_is_exported_and_pushed(
@@ -234,16 +236,13 @@ def with_config(trained: Trained, run: Path, old: str, new: str) -> Path:
     return run
 
 
-def test_missing_trained_weights_are_named(trained: Trained, tmp_path: Path) -> None:
+def test_missing_trained_weights_are_named_and_frozen_ones_not_expected(trained: Trained, tmp_path: Path) -> None:
     """A config of three blocks with the weights of two: the third would be saved with random weights."""
     run = with_config(trained, tmp_path / "run", 'size = "tiny2"', 'size = "tiny2"\nnum_layers = 3')
     with pytest.raises(UserError, match=r"missing transformer_blocks\.1\.attn\.to_add_out\.weight.* in all"):
         export.run(run, tmp_path / "out", weights="raw")
     assert not (tmp_path / "out").exists()
-
-
-def test_frozen_weights_are_not_expected(trained: Trained, tmp_path: Path) -> None:
-    run = with_config(trained, tmp_path / "run", "freeze = []", 'freeze = ["context_embedder.*"]')
+    run = with_config(trained, tmp_path / "frozen", "freeze = []", 'freeze = ["context_embedder.*"]')
     with pytest.raises(UserError, match=r"unexpected context_embedder\.bias; unexpected context_embedder\.weight"):
         export.run(run, tmp_path / "out", weights="raw")
 
@@ -267,14 +266,6 @@ def test_a_name_that_ends_in_safetensors_gives_a_single_file(trained: Trained, t
     weights = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
     assert state.keys() == weights.keys()
     assert all(torch.equal(state[name], weights[name]) for name in weights)
-
-
-def test_single_file_options_need_a_single_file(trained: Trained, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"ends in \.safetensors"):
-        export.run(trained.run, tmp_path / "folder", contents=export.Contents(pad_blocks=False))
-    with pytest.raises(UserError, match="--push-to-hub uploads a folder"):
-        export.run(trained.run, tmp_path / "m.safetensors", push_to_hub=Target("me/model"))
-    assert not (tmp_path / "folder").exists()
 
 
 def test_weights_that_are_stored_in_bfloat16_are_read_in_float32() -> None:

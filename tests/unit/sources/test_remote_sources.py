@@ -58,9 +58,10 @@ def write_sources(root: Path) -> Path:
     write_files(root / "table", {"metadata.jsonl": "\n".join(map(json.dumps, rows))})
     write_files(root / "own", {"k.png": png(25), "k.caption": "kay", "l.png": png(26), "l.TXT": "ell"})
     write_files(root / "two", {"m.png": png(27), "a.csv": "file,text\nm.png,em\n", "b.csv": "file,text\nm.png,em\n"})
-    for name, write in (("csv", write_csv), ("parquet", write_parquet)):
+    for name in ("csv", "parquet"):
         write_files(root / name, {"n.png": png(28), "o.png": png(29)})
-        write(root / name / f"labels.{name}")
+    write_files(root / "csv", {"labels.csv": "file,text\nn.png,en\n"})
+    pq.write_table(pa.table({"file": ["n.png"], "text": ["en"]}), root / "parquet" / "labels.parquet")
     write_tar(root / "00000.tar", members)
     pq.write_table(pa.table({"url": ["u"], "caption": ["c"]}), root / "00000.parquet")
     images = structs(10)
@@ -68,14 +69,6 @@ def write_sources(root: Path) -> Path:
     pq.write_table(table, root / "rows.parquet", row_group_size=4)
     write_files(root, {"broken.tar": b"no tar" * 500})
     return root
-
-
-def write_csv(file: Path) -> None:
-    file.write_text("file,text\nn.png,en\n")
-
-
-def write_parquet(file: Path) -> None:
-    pq.write_table(pa.table({"file": ["n.png"], "text": ["en"]}), file)
 
 
 def facts(directory: DirectoryConfig) -> list[tuple[object, ...]]:
