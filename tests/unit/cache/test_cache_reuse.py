@@ -184,12 +184,9 @@ def rename(project: Project, old: str, new: str) -> None:
 def shards(project: Project) -> dict[str, bytes]:
     """Return the files of the shards of the manifest."""
     manifest = Manifest.load(project.cache)
-    files = [path for entry in (*manifest.shards, manifest.empty) for path in shard_files(project, entry.file)]
+    stems = {Path(entry.file).stem for entry in (*manifest.shards, manifest.empty)}
+    files = [path for path in sorted((project.cache / SHARDS).iterdir()) if path.name.partition(".")[0] in stems]
     return {path.name: path.read_bytes() for path in files}
-
-
-def shard_files(project: Project, file: str) -> list[Path]:
-    return sorted((project.cache / SHARDS).glob(f"{Path(file).stem}.*"))
 
 
 def values_of(project: Project, image: str = "moments") -> dict[tuple[str, str], dict[str, Any]]:

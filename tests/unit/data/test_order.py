@@ -121,42 +121,7 @@ def _without_padding(order: Order, epoch: int) -> list[Row]:
     return real
 
 
-def test_every_epoch_has_another_order() -> None:
-    order = build_order(0, [([Segment(64)], 8)])
-    epochs = [samples(epoch_rows(order, epoch)) for epoch in range(4)]
-    assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
-    for one, two in [(0, 1), (1, 2), (2, 3), (0, 3)]:
-        same_place = sum(a == b for a, b in zip(epochs[one], epochs[two], strict=True))
-        assert same_place < 10
-    assert epochs[0] != sorted(epochs[0]), "the first epoch is shuffled too"
-    assert samples(epoch_rows(build_order(1, [([Segment(64)], 8)]))) != epochs[0], "another seed"
-
-
 # --- repeats and small buckets -----------------------------------------------------------------
-
-
-def test_fractional_repeats_use_other_samples_each_epoch_and_all_eventually() -> None:
-    order = build_order(0, [([Segment(40, 2.25)], 10)])
-    seen_three_times: Counter[int] = Counter()
-    for epoch in range(30):
-        counts = Counter(index for _, _, index, _ in epoch_rows(order, epoch))
-        assert sum(counts.values()) == 90
-        assert set(counts.values()) == {2, 3}
-        assert len(counts) == 40
-        seen_three_times.update(index for index, count in counts.items() if count == 3)
-    assert len(seen_three_times) == 40
-    assert max(seen_three_times.values()) < 20  # 7.5 each on average
-
-
-@pytest.mark.parametrize(("size", "batch"), [(1, 8), (3, 8), (5, 64), (7, 8)])
-def test_a_bucket_smaller_than_a_batch_is_repeated_evenly_and_never_dropped(size: int, batch: int) -> None:
-    order = build_order(0, [([Segment(size)], batch)])
-    assert (order.steps_per_epoch, order.buckets[0].padding) == (1, batch - size)
-    result = epoch_rows(order)
-    counts = Counter(samples(result))
-    assert len(counts) == size
-    assert max(counts.values()) - min(counts.values()) <= 1
-    assert len(set(result)) == batch
 
 
 def test_numbers_of_a_bucket() -> None:
@@ -237,18 +202,6 @@ def test_epoch_coverage_and_resume_with_another_world(ranks: int, layout: str) -
             assert before + after == whole
 
 
-@pytest.mark.parametrize(("ranks", "micro", "accumulation"), [(1, 3, 2), (2, 4, 1), (3, 1, 4), (8, 7, 2), (64, 2, 1)])
-def test_the_slices_of_all_ranks_are_the_global_batch_in_order(ranks: int, micro: int, accumulation: int) -> None:
-    batch = ranks * micro * accumulation
-    order = build_order(1, [([Segment(batch * 2 + 3)], batch)])
-    whole = rows(order.picks(1))
-    parts = [rank_slice(batch, rank, ranks, at, accumulation) for rank in range(ranks) for at in range(accumulation)]
-    assert [start for start, _ in parts] == list(range(0, batch, micro)), "gaps, overlaps or another order"
-    assert all(stop - start == micro for start, stop in parts)
-    for start, stop in parts:
-        assert rows(order.picks(1, start, stop)) == whole[start:stop]
-
-
 def test_a_world_size_that_does_not_divide_the_batch_is_rejected() -> None:
     with pytest.raises(AssertionError):
         rank_slice(24, 0, 5, 0, 1)
@@ -257,12 +210,6 @@ def test_a_world_size_that_does_not_divide_the_batch_is_rejected() -> None:
 
 
 # --- resume and cost ---------------------------------------------------------------------------
-
-
-def large(batch: int) -> Order:
-    """Ten million samples in 20,000 shards and three buckets."""
-    sizes = [(10_000, 1.0), (6_000, 1.0), (4_000, 1.5)]
-    return build_order(0, [([Segment(500, repeats)] * count, batch) for count, repeats in sizes])
 
 
 def test_ten_million_samples_and_512_ranks_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +223,8 @@ def test_ten_million_samples_and_512_ranks_are_cheap(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(order_module, "_hash", counted)
     tracemalloc.start()
-    order = large(ranks * micro)
+    sizes = [(10_000, 1.0), (6_000, 1.0), (4_000, 1.5)]  # ten million samples in 20,000 shards and three buckets
+    order = build_order(0, [([Segment(500, repeats)] * count, ranks * micro) for count, repeats in sizes])
     assert sum(bucket.length for bucket in order.buckets) == 11_000_000
     for step in (0, 5, 100, order.steps_per_epoch + 7):
         for rank in (0, 255, 511):

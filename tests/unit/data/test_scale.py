@@ -49,13 +49,10 @@ def entry(number: int) -> ShardEntry:
     return ShardEntry(f"{name}-{digest[:20]}.safetensors", "300x300", (300, 300), name, 512, 1000, digest, digest[:32])
 
 
-def listing(count: int) -> bytes:
-    made = Manifest({"format": CACHE_FORMAT}, tuple(map(entry, range(count))), entry(0))
-    return json.dumps({"format": CACHE_FORMAT, **asdict(made)}, indent=1).encode()
-
-
 def test_a_manifest_needs_little_memory_per_shard() -> None:
-    count, data = 4_000, listing(4_000)
+    count = 4_000
+    made = Manifest({"format": CACHE_FORMAT}, tuple(map(entry, range(count))), entry(0))
+    data = json.dumps({"format": CACHE_FORMAT, **asdict(made)}, indent=1).encode()
     Manifest.from_json(data, "before")  # fill caches
     tracemalloc.start()
     manifest = Manifest.from_json(data, "here")

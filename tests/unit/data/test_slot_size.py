@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sd3_light.config import ModelConfig, TrainConfig
+from sd3_light.config import TrainConfig
 from sd3_light.core.columns import Column
 from sd3_light.core.registry import family_named
 from sd3_light.cost.data_bytes import batch_bytes
@@ -111,7 +111,8 @@ def test_memory_for_batches_is_pinned_and_allocated_once(
     monkeypatch.setattr(training_data, "_pin_for", lambda device: pin)
     monkeypatch.setattr(prefetch._DeviceBuffer, "reserve", reserved)
     config = make_config(folder, cache_residence=residence)
-    order, preparer = data.order(0, {"toy#0": 1.0}, lambda resolution: BATCH, 1), make_preparer(config.model, data)
+    order = data.order(0, {"toy#0": 1.0}, lambda resolution: BATCH, 1)
+    preparer = InputPreparer(0, config.model, LatentScale(1.5, 0.06), data.empty_text())
     resident = load_cache(data, config, Launch(), CPU)
     if residence == "device":
         assert resident is not None
@@ -131,10 +132,6 @@ def test_memory_for_batches_is_pinned_and_allocated_once(
     assert len(set(pins)) == 1
     assert len(allocated) == 1
     steps.close()
-
-
-def make_preparer(model: ModelConfig, data: CachedDataset) -> InputPreparer:
-    return InputPreparer(0, model, LatentScale(1.5, 0.06), data.empty_text())
 
 
 def test_check_counts_the_size_of_a_slot(data: CachedDataset) -> None:

@@ -37,7 +37,7 @@ def test_a_nested_value_round_trips_and_other_tensors_are_left_to_pickle() -> No
     assert int(unpacked["scalar"]) == 7
     assert unpacked["number"] == 3
     learned = torch.ones(2, requires_grad=True)
-    packed = packed_into(pool, {"learned": learned, "sparse": torch.eye(2).to_sparse()})
+    packed = packed_into(SlotPool(1), {"learned": learned, "sparse": torch.eye(2).to_sparse()})
     assert packed.value["learned"] is learned
     assert packed.value["sparse"].is_sparse
 

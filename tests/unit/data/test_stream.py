@@ -39,12 +39,6 @@ def ids_of(batches: list[dict[str, Any]]) -> list[int]:
     return [number for batch in batches for number in batch["sample_id"].tolist()]
 
 
-def number_in(moments: torch.Tensor) -> tuple[int, int]:
-    """Return the (sample, variant) that a toy image encodes."""
-    assert (moments == moments.flatten()[0]).all()
-    return divmod(int(moments.flatten()[0]), 10)
-
-
 def test_columns_of_captions_are_chosen_by_their_weights() -> None:
     """Each column has as many variants, which are equally likely."""
     draws = Counter(weighted_caption(SEED, 0, 0, sample, 6, (6.0, 1.0, 3.0)) for sample in range(20_000))
@@ -99,7 +93,7 @@ def test_caption_and_flip_are_drawn_per_sample(make_cache: MakeCache) -> None:
                 for name in ("clip_l", "clip_g", "t5", "clip_l.pooled", "clip_g.pooled"):
                     assert (batch[name][row, ..., 0] == number).all(), name
                     assert (batch[name][row, ..., 1] == caption).all(), name
-                assert number_in(batch["moments"][row]) == (number, flip)
+                assert (batch["moments"][row] == 10 * number + flip).all(), "as a toy image encodes both"
                 seen.update([("caption", caption), ("flip", flip)])
     assert {key for key, _ in seen.items()} == {("caption", at) for at in range(3)} | {("flip", at) for at in range(2)}
 
@@ -196,12 +190,6 @@ def test_the_least_recently_used_shard_is_closed_first(make_cache: MakeCache) ->
     assert list(data._open) == [files[0], files[2]]
 
 
-def join_prefetch(data: CachedDataset) -> None:
-    assert data._prefetcher.threads
-    for thread in data._prefetcher.threads:
-        thread.join()
-
-
 def test_the_next_windows_shards_are_hashed_in_the_background(
     make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,7 +206,9 @@ def test_the_next_windows_shards_are_hashed_in_the_background(
     batches = MicroBatches(data, order, 0, 1, 1)
     for step in range(6):
         batches[step]
-        join_prefetch(data)
+        assert data._prefetcher.threads
+        for thread in data._prefetcher.threads:
+            thread.join()
     assert Counter(hashed.values())[True] >= 3, "all shards except those of the first window"
 
 

@@ -32,7 +32,7 @@ def config_of(kind: Any) -> AdapterConfig:
 
 
 def trained(kind: Any) -> SD3Transformer2DModel:
-    return add_trained_adapter(stock(), config_of(kind), 0.1)
+    return add_trained_adapter(stock(), config_of(kind), 0.15)
 
 
 @torch.no_grad()

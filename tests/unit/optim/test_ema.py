@@ -43,18 +43,13 @@ def assert_average(track: Track, history: dict[str, list[np.ndarray]], profile: 
         np.testing.assert_allclose(track.shadow[name].numpy(), expected, rtol=2e-6, atol=2e-6)
 
 
-def ramped(decay: float, updates: int) -> list[float]:
-    """The decays of the first updates."""
-    return [min(decay, (1 + done) / (10 + done)) for done in range(updates)]
-
-
 @pytest.mark.parametrize("decay", [0.3, 0.9])
 @pytest.mark.parametrize("every", [1, 4])
 def test_constant_decay_in_closed_form(every: int, decay: float) -> None:
     live = weights()
     tracks = averages(live, decay, update_every=every)
     history = walk(tracks, live, 22)
-    decays = ramped(decay, 22 // every)
+    decays = [min(decay, (1 + done) / (10 + done)) for done in range(22 // every)]
 
     def profile(step: int) -> float:
         number = step // every - 1

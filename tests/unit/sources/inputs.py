@@ -51,12 +51,8 @@ def palette(transparent: int | None = None) -> bytes:
     return save(image, "PNG", **({} if transparent is None else {"transparency": transparent}))
 
 
-def frames() -> list[Image.Image]:
-    return [halves(), halves(left=GREEN, right=GREEN), halves(left=BLACK, right=BLACK)]
-
-
 def animated(kind: str, **options: Any) -> bytes:
-    first, *rest = frames()
+    first, *rest = halves(), halves(left=GREEN, right=GREEN), halves(left=BLACK, right=BLACK)
     return save(first, kind, save_all=True, append_images=rest, duration=50, **options)
 
 
