@@ -12,6 +12,8 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from sd3_light.assets import DEMO
 from sd3_light.check import verb as check
@@ -164,9 +166,6 @@ def test_flux2_sees_several_references_in_their_order(tiny_folder: TinyFolder, t
 
 def test_the_cost_counts_the_tokens_of_references(tiny: Tiny, tiny_folder: TinyFolder) -> None:
     """FLOPs by torch's own count of a pass with a reference; those of Flux are fewer."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.utils.flop_counter import FlopCounterMode
-
     model = tiny.config.model
     denoiser = tiny.family.weights.load(tiny.start, SEED)
     cost = tiny.family.cost(tiny.start, model)
@@ -213,7 +212,7 @@ def stored(project: Project, column: str) -> dict[str, Tensor]:
     return values
 
 
-def test_references_are_encoded_in_the_bucket_of_their_images(project: Project) -> None:
+def test_references_are_encoded_in_the_bucket_of_images_and_alone(project: Project, tmp_path: Path) -> None:
     assert caches.counted(caches.build(project)) == (2 * caches.COUNT, caches.COUNT)
     vae = load_vae(project.model, torch.device("cpu"), torch.float32)
     values = stored(project, "moments.reference.0")
@@ -223,10 +222,6 @@ def test_references_are_encoded_in_the_bucket_of_their_images(project: Project) 
         with torch.no_grad():
             expected = vae.encode(image).latent_dist.parameters[0]
         torch.testing.assert_close(values[name][0].float(), expected, rtol=1e-2, atol=1e-2)
-
-
-def test_a_changed_reference_encodes_itself_alone(project: Project, tmp_path: Path) -> None:
-    caches.build(project)
     before = {column: stored(project, column) for column in ("moments", "moments.reference.0")}
     write_reference(project, 3, 100)
     several = project.copy(tmp_path / "several")
@@ -322,7 +317,6 @@ def test_new_writes_a_project_of_edits(tmp_path: Path, tiny_folder: TinyFolder) 
     written = new.run("edit", str(tmp_path / "images"), str(tiny_folder(NAME)), tmp_path, resolution=64)
     loaded = check.load(written.train_toml)
     assert [directory.references for directory in loaded.dataset.directories] == [(tmp_path / "images-before",)]
-    assert loaded.train.adapter is not None
     assert loaded.train.adapter.target_modules == family_named("flux").adapter_targets
     for name, model in (("sd3", DEMO), ("flux2", tiny_folder("flux2"))):
         other = new.run("edit", str(tmp_path / "images"), str(model), tmp_path / name, resolution=64)

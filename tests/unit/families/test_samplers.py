@@ -73,9 +73,7 @@ def test_every_sampler_draws_or_is_refused(family: str, tmp_path: Path) -> None:
         ("wan", False, ()),
     ],
 )
-def test_other_settings_of_the_scheduler(
-    family: str, is_dynamic: bool, refused: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_other_scheduler_settings(family: str, is_dynamic: bool, refused: tuple[str, ...], tmp_path: Path) -> None:
     """A distilled Flux has a constant shift, and a family of other schedulers may come with Euler's."""
     config: dict[str, Any] = {"guidance_embeds": False} if family == "flux" else {}
     euler = FlowMatchEulerDiscreteScheduler(shift=2.0, use_dynamic_shifting=is_dynamic)

@@ -18,7 +18,6 @@ from sd3_light.cli import app
 from sd3_light.config import ConfigFaults, UserError, resolved_toml
 from sd3_light.core.registry import family_named, family_of
 from sd3_light.export.open_pipeline import open_policy
-from sd3_light.families.base import StockFamily
 from sd3_light.new import verb as new
 from sd3_light.system import Gpu
 from tests.families import TinyFolder
@@ -76,12 +75,7 @@ def set_json(path: Path, **entries: Any) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("kind", ["lora", "finetune"])
 def test_check_accepts_what_new_writes(
-    tmp_path: Path,
-    raw_project: Project,
-    tiny_folder: TinyFolder,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    kind: str,
+    tmp_path: Path, raw_project: Project, tiny_folder: TinyFolder, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
 ) -> None:
     family, folder = family_named(name), tiny_folder(name)
     monkeypatch.setattr(type(family), "packages", ())
@@ -166,7 +160,7 @@ def test_a_negative_prompt_needs_a_denoiser_that_runs_twice(flux: Path, faults: 
 # --- faults --------------------------------------------------------------------------------------
 
 
-def test_missing_parts_are_named_one_by_one(flux: Path, faults: Faults) -> None:
+def test_missing_parts_are_named_singly(flux: Path, faults: Faults, tmp_path: Path, tiny_folder: TinyFolder) -> None:
     assert faults(flux) == []
     (flux / "vae/diffusion_pytorch_model.safetensors").unlink()
     shutil.rmtree(flux / "tokenizer_2")
@@ -178,6 +172,9 @@ def test_missing_parts_are_named_one_by_one(flux: Path, faults: Faults) -> None:
     assert "text_encoder_3" not in problems
     set_json(flux / "model_index.json", text_encoder_2=[None, None])
     assert ("model.diffusers_path", "its model_index.json names no text_encoder_2") in faults(flux)
+    folder = Path(shutil.copytree(tiny_folder("qwen_image"), tmp_path / "model"))
+    denoiser = (folder / "transformer").rename(tmp_path / "denoiser")
+    assert faults(folder, "", f'init = "{denoiser}"') == []
 
 
 @pytest.mark.parametrize(
@@ -191,13 +188,7 @@ def test_missing_parts_are_named_one_by_one(flux: Path, faults: Faults) -> None:
         ("z_image", ["tokenizer"]),
     ],
 )
-def test_missing_folders_are_one_fault(
-    tmp_path: Path,
-    tiny_folder: TinyFolder,
-    faults: Faults,
-    name: str,
-    parts: list[str],
-) -> None:
+def test_missing_folders(tmp_path: Path, tiny_folder: TinyFolder, faults: Faults, name: str, parts: list[str]) -> None:
     folder = Path(shutil.copytree(tiny_folder(name), tmp_path / name))
     for part in parts:
         shutil.rmtree(folder / part)
@@ -209,12 +200,8 @@ def test_missing_folders_are_one_fault(
 
 @pytest.mark.parametrize("keys", ["", "[adapter]\nrank = 2"])
 @pytest.mark.parametrize("name", ["flux", "krea2", "wan", "z_image"])
-def test_a_denoiser_without_its_pipeline_is_one_fault(
-    tmp_path: Path,
-    tiny_folder: TinyFolder,
-    faults: Faults,
-    name: str,
-    keys: str,
+def test_a_denoiser_without_pipeline(
+    tmp_path: Path, tiny_folder: TinyFolder, faults: Faults, name: str, keys: str
 ) -> None:
     folder = Path(shutil.copytree(tiny_folder(name), tmp_path / name))
     (folder / "model_index.json").unlink()
@@ -228,13 +215,9 @@ def test_a_denoiser_without_its_pipeline_is_one_fault(
         assert len(faults(model, "", f'type = "{name}"\n{keys}')) == 1
 
 
-def test_a_denoiser_elsewhere_is_enough(tmp_path: Path, tiny_folder: TinyFolder, faults: Faults) -> None:
-    folder = Path(shutil.copytree(tiny_folder("qwen_image"), tmp_path / "model"))
-    denoiser = (folder / "transformer").rename(tmp_path / "denoiser")
-    assert faults(folder, "", f'init = "{denoiser}"') == []
-
-
-def test_keys_of_sd3_are_refused_all_at_once(flux: Path, faults: Faults) -> None:
+def test_keys_of_others_and_numbers_that_do_not_fit_are_refused(
+    flux: Path, faults: Faults, raw_project: Project
+) -> None:
     keys = 't5_max_length = 12\ntext_tokens = "real"\nuncond_text = "zero"\ntext_recon_gamma = 0.5\nqk_norm = true'
     top = "fast = true\nfp8 = true\npipeline_stages = 2"
     found = dict(faults(flux, top, keys))
@@ -248,6 +231,18 @@ def test_keys_of_sd3_are_refused_all_at_once(flux: Path, faults: Faults) -> None
         ((key, problem),) = faults(flux, "", line)
         assert key == f"model.{line.partition(' ')[0]}", "with its default value, too"
         assert problem.startswith("Flux does not know this key: ")
+    keys = 'train_type = "sd3_light_pretrain"\nsize = "tiny2"\nt5_max_length = 12\nguidance = 1.0\ntext_max_length = 9'
+    found = dict(faults(raw_project.model, "", keys))
+    assert set(found) == {"model.guidance", "model.text_max_length"}
+    (fault,) = faults(flux, "", "text_max_length = 400")
+    assert fault == ("model.text_max_length", "its tokenizer accepts at most 16 tokens")
+    set_json(flux / "transformer/config.json", in_channels=96, guidance_embeds=False)
+    found = dict(faults(flux, "", "guidance = 2.0"))
+    assert found["model.diffusers_path"].startswith("its denoiser takes 96 channels, and Flux 16 for a VAE of 4")
+    assert found["model.guidance"] == "this denoiser takes no guidance as a number"
+    set_json(flux / "transformer/config.json", in_channels=16, joint_attention_dim=40)
+    (fault,) = faults(flux)
+    assert fault[1] == "its text encoder returns text 32 wide, and the denoiser needs 40"
 
 
 @pytest.mark.parametrize("keys", ["", 'type = "flux"', "uncond_text_dropout_prob = 0.3"])
@@ -263,33 +258,13 @@ def test_the_saved_config_of_a_run_is_accepted(tmp_path: Path, raw_project: Proj
     assert check.load(saved, ["max_steps=5"]).train.max_steps == 5
 
 
-def test_keys_of_other_families_are_refused_by_sd3(raw_project: Project, faults: Faults) -> None:
-    keys = 'train_type = "sd3_light_pretrain"\nsize = "tiny2"\nt5_max_length = 12\nguidance = 1.0\ntext_max_length = 9'
-    found = dict(faults(raw_project.model, "", keys))
-    assert set(found) == {"model.guidance", "model.text_max_length"}
-
-
-def test_numbers_that_do_not_fit_are_named(flux: Path, faults: Faults) -> None:
-    (fault,) = faults(flux, "", "text_max_length = 400")
-    assert fault == ("model.text_max_length", "its tokenizer accepts at most 16 tokens")
-    set_json(flux / "transformer/config.json", in_channels=96, guidance_embeds=False)
-    found = dict(faults(flux, "", "guidance = 2.0"))
-    assert found["model.diffusers_path"].startswith("its denoiser takes 96 channels, and Flux 16 for a VAE of 4")
-    assert found["model.guidance"] == "this denoiser takes no guidance as a number"
-    set_json(flux / "transformer/config.json", in_channels=16, joint_attention_dim=40)
-    (fault,) = faults(flux)
-    assert fault[1] == "its text encoder returns text 32 wide, and the denoiser needs 40"
-
-
-def test_flux_starts_from_folders_only(flux: Path, faults: Faults) -> None:
+def test_other_starts_and_pipelines_are_one_fault(flux: Path, faults: Faults) -> None:
     (fault,) = faults(flux, "", 'init = "random"')
     assert fault[1] == "Flux starts from trained weights only; remove model.train_type and model.init"
     set_json(flux / "transformer/config.json", _class_name="SD3Transformer2DModel")
     ((_, problem),) = faults(flux)
     assert problem.endswith("describes a 'SD3Transformer2DModel', Flux has a FluxTransformer2DModel")
-
-
-def test_an_unknown_pipeline_is_one_fault(flux: Path, faults: Faults) -> None:
+    set_json(flux / "transformer/config.json", _class_name="FluxTransformer2DModel")
     set_json(flux / "model_index.json", _class_name="FluxFillPipeline")
     ((key, problem),) = faults(flux, "", "guidance = 1.0")
     assert key == "model.diffusers_path"
@@ -315,17 +290,9 @@ def test_single_files_are_refused_with_the_remedy(tmp_path: Path, flux: Path, fa
     assert problem.startswith(f"{file}: Flux starts from a diffusers folder, not from a single file; remove model.init")
 
 
-def test_new_names_its_option_for_a_single_file(tmp_path: Path, raw_project: Project) -> None:
-    file = tmp_path / "flux1-dev.safetensors"
-    file.write_bytes(b"")
-    with pytest.raises(ConfigFaults) as error:
-        new.run("lora", str(raw_project.images), str(file), tmp_path / "out", gpus=GPU)
-    (fault,) = error.value.faults
-    assert fault.file == "--model"
-    assert fault.problem.startswith(f"{file} is a file; give a diffusers folder")
-
-
-def test_refused_models_are_named(tmp_path: Path, tiny_folder: TinyFolder, faults: Faults) -> None:
+def test_refused_models(
+    tmp_path: Path, tiny_folder: TinyFolder, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cases = [
         ("flux2", "model_index.json", {"is_distilled": True}, "distilled to few steps"),
         ("krea2", "model_index.json", {"is_distilled": True}, "distilled to few steps"),
@@ -338,11 +305,6 @@ def test_refused_models_are_named(tmp_path: Path, tiny_folder: TinyFolder, fault
         folder = Path(shutil.copytree(tiny_folder(name), tmp_path / name))
         set_json(folder / file, **entries)
         assert any(words in problem for _, problem in faults(folder)), name
-
-
-def test_a_package_for_captions_is_needed(
-    tiny_folder: TinyFolder, faults: Faults, monkeypatch: pytest.MonkeyPatch
-) -> None:
     family = family_named("prx")
     monkeypatch.setattr(type(family), "packages", ("no_such_package",))
     (fault,) = faults(tiny_folder("prx"))
@@ -368,9 +330,7 @@ def test_sides_follow_the_vae(
 
 
 @pytest.mark.parametrize(("name", "key"), [("z_image", "axes_lens"), ("wan", "rope_max_seq_len")])
-def test_positions_end_at_the_size_of_their_table(
-    name: str, key: str, tmp_path: Path, raw_project: Project, tiny_folder: TinyFolder
-) -> None:
+def test_positions_may_end(name: str, key: str, tmp_path: Path, raw_project: Project, tiny_folder: TinyFolder) -> None:
     folder = Path(shutil.copytree(tiny_folder(name), tmp_path / name))
     config = json.loads((folder / "transformer" / "config.json").read_text())
     assert config[key] in (32, [256, 32, 32]), "of 16 pixels each"
@@ -388,8 +348,7 @@ def test_positions_end_at_the_size_of_their_table(
     needed = "this model needs sides that are multiples of 16 from 16 to 512"
     assert policy.size_fault(pipe, 528, 64) == f"image size 528x64: {needed}"
     for odd in (None, "long", {}, [], [1]):
-        family = family_named(name)
-        assert isinstance(family, StockFamily)
+        family: Any = family_named(name)
         assert family.position_table({key: odd}) is None
 
 
@@ -406,7 +365,9 @@ def test_a_hostile_folder_is_a_fault(flux: Path, faults: Faults) -> None:
 # --- clips ---------------------------------------------------------------------------------------
 
 
-def test_clips_in_place_of_images_are_named(tmp_path: Path, flux: Path, tiny_folder: TinyFolder) -> None:
+def test_new_names_clips_and_single_files(
+    tmp_path: Path, flux: Path, tiny_folder: TinyFolder, raw_project: Project
+) -> None:
     clips = tmp_path / "clips"
     clips.mkdir()
     (clips / "a.mp4").write_bytes(b"")
@@ -420,13 +381,17 @@ def test_clips_in_place_of_images_are_named(tmp_path: Path, flux: Path, tiny_fol
         check.run(check.load(written(tmp_path, clips, tiny_folder("wan"))))
     (fault,) = error.value.faults
     assert fault.hint == "the folder has clips: write frames in the dataset TOML"
-
-
-def test_new_counts_clips_with_the_images(tmp_path: Path, raw_project: Project, tiny_folder: TinyFolder) -> None:
     for name, words in (("wan", "40 clips and images at 64 px"), ("flux", "40 images at 64 px")):
         options = ["--data", str(raw_project.images), "--model", str(tiny_folder(name)), "--out", str(tmp_path / name)]
         result = CliRunner().invoke(app, ["new", "lora", *options, "--resolution", "64", "--gpu-memory", "24"])
         assert words in result.output, result.output
+    file = tmp_path / "flux1-dev.safetensors"
+    file.write_bytes(b"")
+    with pytest.raises(ConfigFaults) as error:
+        new.run("lora", str(raw_project.images), str(file), tmp_path / "file", gpus=GPU)
+    (fault,) = error.value.faults
+    assert fault.file == "--model"
+    assert fault.problem.startswith(f"{file} is a file; give a diffusers folder")
 
 
 # --- model.type ----------------------------------------------------------------------------------
@@ -436,7 +401,7 @@ class NotAFamily:
     """Anything else."""
 
 
-def test_a_type_names_the_family(flux: Path, faults: Faults) -> None:
+def test_a_type_names_the_family(flux: Path, faults: Faults, tmp_path: Path, raw_project: Project) -> None:
     assert faults(flux, "", 'type = "Flux"') == []
     assert faults(flux, "", 'type = "sd3_light.families.flux:Flux"') == []
     found = faults(flux, "", 'type = "sd3"')
@@ -451,9 +416,6 @@ def test_a_type_names_the_family(flux: Path, faults: Faults) -> None:
     for wrong in ("families/mine.py:Mine", "/tmp/mine.py", "flus"):
         ((key, problem),) = faults(flux, "", f'type = "{wrong}"')
         assert (key, problem) == ("model.type", "unknown value")
-
-
-def test_the_folder_names_the_family_when_the_config_is_read(tmp_path: Path, raw_project: Project, flux: Path) -> None:
     train = check.load(written(tmp_path, raw_project.images, flux)).train
     assert family_of(train.model) is family_named("flux")
     assert (train.model.type, train.model.text_max_length) == ("auto", 16)

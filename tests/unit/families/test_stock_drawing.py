@@ -78,9 +78,7 @@ def test_a_run_draws_with_its_shift_and_the_guidance_of_its_family(name: str, tm
 
 
 @pytest.mark.parametrize("name", ["flux", pytest.param("wan", marks=pytest.mark.slow)])
-def test_an_adapter_draws_with_the_shift_that_it_was_trained_with(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_adapter_draws_with_its_trained_shift(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = train(name, tmp_path, LORA)
     (export,) = (run / "exports").glob("step-*")
     assert read_facts(export)["shift"] == 2.0

@@ -30,8 +30,7 @@ STEPS = 3
 @pytest.fixture(scope="module", params=FAMILIES)
 def folder(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[StockFamily, Path]:
     """A family and a folder of its pipeline. Read only."""
-    family = family_named(request.param)
-    assert isinstance(family, StockFamily)
+    family: Any = family_named(request.param)
     return family, save_stock(request.param, tmp_path_factory.mktemp(request.param) / "model")
 
 
@@ -88,9 +87,7 @@ def stock_latents(family: StockFamily, latents: torch.Tensor) -> torch.Tensor:
     ("guidance", "dtype"), [(0.0, torch.float32), (3.5, torch.float32), (3.5, torch.bfloat16)], ids=str
 )
 @torch.no_grad()
-def test_images_are_those_of_the_stock_pipeline(
-    folder: tuple[StockFamily, Path], guidance: float, dtype: torch.dtype
-) -> None:
+def test_images_are_those_of_stock(folder: tuple[StockFamily, Path], guidance: float, dtype: torch.dtype) -> None:
     """In bfloat16 denoiser and text encoders round; noise, guidance and steps are float32, as `sample` runs them."""
     family, path = folder
     pipe = opened(path, family)

@@ -82,6 +82,12 @@ def test_weights_have_stock_names_and_blocks_are_those_of_both_lists(make: Calla
     assert list(model.trainable()) == [name for name, _ in model.denoiser.named_parameters()]
     stock: Any = model.denoiser
     assert model.blocks() == [*stock.transformer_blocks, *stock.single_transformer_blocks]
+    term = LayerSync.of(LayerSyncConfig(early_block=1, late_block=2), 4, TrainConfig.model_construct())
+    model, batch = make(FlowMatching(), term), flux_batch()
+    early, late = model.predict(batch, (1, 2)).features.values()
+    expected = 1 - torch.nn.functional.cosine_similarity(early, late, dim=-1).mean()
+    torch.testing.assert_close(model(batch)["layer_sync"], expected.detach())
+    assert term.weights == {"layer_sync": 0.2}
 
 
 def test_objectives_share_one_prediction_and_read_features(make: Callable[..., StockModel]) -> None:
@@ -98,15 +104,6 @@ def test_objectives_share_one_prediction_and_read_features(make: Callable[..., S
     torch.testing.assert_close(losses["loss"], losses["flow"] + 0.5 * energy, rtol=1e-6, atol=0)
     assert model.loss_names == ("loss", "flow", "energy")
     assert not model.predict(batch).features
-
-
-def test_layer_sync_compares_the_features_of_any_denoiser(make: Callable[..., StockModel]) -> None:
-    term = LayerSync.of(LayerSyncConfig(early_block=1, late_block=2), 4, TrainConfig.model_construct())
-    model, batch = make(FlowMatching(), term), flux_batch()
-    early, late = model.predict(batch, (1, 2)).features.values()
-    expected = 1 - torch.nn.functional.cosine_similarity(early, late, dim=-1).mean()
-    torch.testing.assert_close(model(batch)["layer_sync"], expected.detach())
-    assert term.weights == {"layer_sync": 0.2}
 
 
 @pytest.mark.parametrize(("name", "expected"), [("qwen_image", False), ("flux", True), ("z_image", True)])

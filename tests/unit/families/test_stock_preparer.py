@@ -102,9 +102,7 @@ def test_batches_from_memory_are_those_from_shards(
         assert clean["text"].shape in allocated
 
 
-def test_ragged_texts_are_padded_to_the_longest_of_a_batch(
-    data: CachedDataset, make: Callable[..., StockPreparer]
-) -> None:
+def test_ragged_texts_are_padded_to_the_longest(data: CachedDataset, make: Callable[..., StockPreparer]) -> None:
     order = order_of(data)
     lengths = []
     for step in range(order.steps_per_epoch):
@@ -112,7 +110,6 @@ def test_ragged_texts_are_padded_to_the_longest_of_a_batch(
         batch = make().prepare_inputs(rows)
         for name in ("text", "layers"):
             own = batch.lengths(name)
-            assert own is not None
             assert own.tolist() == rows[f"{name}.length"].tolist()
             assert batch[name].shape[1] == int(own.max())
             for values, source, count in zip(batch[name], rows[name], own.tolist(), strict=True):
@@ -125,9 +122,7 @@ def test_ragged_texts_are_padded_to_the_longest_of_a_batch(
     assert len(set(lengths)) > 2
 
 
-def test_texts_of_an_exact_length_have_zeros_and_no_lengths(
-    data: CachedDataset, make: Callable[..., StockPreparer]
-) -> None:
+def test_exact_texts_have_zeros_and_no_lengths(data: CachedDataset, make: Callable[..., StockPreparer]) -> None:
     rows = data.read(order_of(data).picks(0), SEED)
     batch = make(LONGEST).prepare_inputs(rows)
     assert batch["text"].shape == (BATCH, LONGEST, 4)
@@ -137,11 +132,23 @@ def test_texts_of_an_exact_length_have_zeros_and_no_lengths(
         assert not values[count:].any()
     (half, _, _) = batch.split(BATCH)
     assert half["text"].shape == (1, LONGEST, 4), "parts of a batch keep the length"
+    keys = {**DROPS, "uncond_text_dropout_prob": 1.0}
+    rows = data.read(order_of(data).picks(0), SEED)
+    assert torch.equal(make(**keys).prepare_inputs(rows, 0.5)["pooled"], rows["pooled"])
+    dropped = make(**keys).prepare_inputs(rows)["pooled"]
+    assert all(torch.equal(row, data.empty_text()["pooled"]) for row in dropped)
+    line = ShiftLine(0.2, 0.9, 16, 8192)
+    model = table(flux_shift=True)
+    preparer = StockPreparer(SEED, model, LatentScale(1.0, 0.0), patch=1, line=line)
+    occurrences = np.array([occurrence_words(0, 0, [number])[0] for number in range(5)])
+    drawn = uniforms(first_words(SEED, "timestep", occurrences)[0]).tolist()
+    times = preparer.times(occurrences, torch.Size((5, 8, 6, 10)))
+    factor = float(np.exp(0.2 + (0.9 - 0.2) * (6 * 10 - 16) / (8192 - 16)))
+    expected = [shift_time(quantile_to_time(open_interval(u), "logit_normal"), factor) for u in drawn]
+    torch.testing.assert_close(times, torch.tensor(expected))
 
 
-def test_all_text_of_a_sample_is_dropped_by_one_draw_per_occurrence(
-    data: CachedDataset, make: Callable[..., StockPreparer]
-) -> None:
+def test_text_is_dropped_by_one_draw_per_occurrence(data: CachedDataset, make: Callable[..., StockPreparer]) -> None:
     empty, preparer = data.empty_text(), make(**DROPS)
     dropped: dict[tuple[int, int, int], bool] = {}
     for batch_size in (BATCH, 1):
@@ -162,23 +169,3 @@ def test_all_text_of_a_sample_is_dropped_by_one_draw_per_occurrence(
     )
     assert [draw < 0.4 for draw in draws] == list(dropped.values())
     assert {True, False} == set(dropped.values())
-
-
-def test_validation_keeps_all_text(data: CachedDataset, make: Callable[..., StockPreparer]) -> None:
-    keys = {**DROPS, "uncond_text_dropout_prob": 1.0}
-    rows = data.read(order_of(data).picks(0), SEED)
-    assert torch.equal(make(**keys).prepare_inputs(rows, 0.5)["pooled"], rows["pooled"])
-    dropped = make(**keys).prepare_inputs(rows)["pooled"]
-    assert all(torch.equal(row, data.empty_text()["pooled"]) for row in dropped)
-
-
-def test_times_follow_the_line_and_the_patch(data: CachedDataset) -> None:
-    line = ShiftLine(0.2, 0.9, 16, 8192)
-    model = table(flux_shift=True)
-    preparer = StockPreparer(SEED, model, LatentScale(1.0, 0.0), patch=1, line=line)
-    occurrences = np.array([occurrence_words(0, 0, [number])[0] for number in range(5)])
-    drawn = uniforms(first_words(SEED, "timestep", occurrences)[0]).tolist()
-    times = preparer.times(occurrences, torch.Size((5, 8, 6, 10)))
-    factor = float(np.exp(0.2 + (0.9 - 0.2) * (6 * 10 - 16) / (8192 - 16)))
-    expected = [shift_time(quantile_to_time(open_interval(u), "logit_normal"), factor) for u in drawn]
-    torch.testing.assert_close(times, torch.tensor(expected))

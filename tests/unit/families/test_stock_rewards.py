@@ -33,10 +33,7 @@ FAMILIES = ["flux", *(pytest.param(name, marks=pytest.mark.slow) for name in ("q
 
 @pytest.fixture(params=FAMILIES)
 def project(
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    tiny_folder: TinyFolder,
-    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest, tmp_path: Path, tiny_folder: TinyFolder, monkeypatch: pytest.MonkeyPatch
 ) -> Project:
     monkeypatch.setattr(type(family_named(request.param)), "packages", ())
     monkeypatch.setattr(type(family_named(request.param)), "loads_adapters", True)
@@ -73,7 +70,6 @@ def test_check_states_what_drawing_takes(project: Project) -> None:
     project.train_toml.write_text(project.train_toml.read_text() + REWARD)
     drawn = check.run(check.load(project.train_toml))
     assert plain.drawing is None
-    assert drawn.drawing is not None
     assert drawn.drawing.startswith("4 images of 64x64 every 3 steps in 2 sampler steps, ")
     rows = [estimate.data.rows[0].step_flops.value for estimate in (plain, drawn)]
     assert rows[1] > rows[0], "the teacher's pass and drawing"

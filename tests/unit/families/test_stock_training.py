@@ -41,10 +41,7 @@ FAMILIES = ["flux", *(pytest.param(name, marks=pytest.mark.slow) for name in OTH
 
 @pytest.fixture(params=FAMILIES)
 def project(
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    tiny_folder: TinyFolder,
-    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest, tmp_path: Path, tiny_folder: TinyFolder, monkeypatch: pytest.MonkeyPatch
 ) -> Project:
     monkeypatch.setattr(type(family_named(request.param)), "packages", ())
     monkeypatch.setattr(type(family_named(request.param)), "loads_adapters", True)
@@ -151,9 +148,7 @@ def test_recomputed_activations_and_accumulation_train_alike(project: Project) -
 
 
 @pytest.mark.parametrize("tables", ["", LORA], ids=["full", "lora"])
-def test_inputs_of_blocks_in_host_memory_train_alike(
-    project: Project, tables: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inputs_in_host_memory_train_alike(project: Project, tables: str, monkeypatch: pytest.MonkeyPatch) -> None:
     project.train_toml.write_text(project.train_toml.read_text() + tables)
     monkeypatch.setattr(host_inputs, "_SMALLEST", 1)
     moved = []
@@ -171,9 +166,7 @@ def test_inputs_of_blocks_in_host_memory_train_alike(
     [(), ("activation_checkpointing=true",), ('activation_checkpointing="selective"',), ("adapter.base_bits=8",)],
     ids=str,
 )
-def test_blocks_in_host_memory_train_alike(
-    project: Project, keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hosted_blocks_train_alike(project: Project, keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses, weights, moments and averages, with accumulation and evaluation, resumed."""
     project.train_toml.write_text(project.train_toml.read_text() + LORA)
     keys = ("micro_batch_size_per_gpu=2", "gradient_accumulation_steps=2", *keys)
@@ -193,7 +186,7 @@ def test_blocks_in_host_memory_train_alike(
 @pytest.mark.parametrize(
     "keys", [RELEASE, (*NARROW, 'optimizer.type="adamw8bit"', "activation_checkpointing=true")], ids=["float32", "8bit"]
 )
-def test_trained_blocks_in_host_memory_train_alike(
+def test_trained_hosted_blocks_are_alike(
     project: Project, keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Losses, norms, weights, moments, averages, evaluation and exports, resumed with other blocks in host memory."""

@@ -38,24 +38,19 @@ def test_lengths_are_those_of_the_encoders_tokenizers(folder: Path) -> None:
     for caption, (clip, t5) in zip(CAPTIONS, lengths(DEMO, CAPTIONS), strict=True):
         for limit, is_cut in ((t5 - 1, True), (t5, False)):
             result = count_cut_captions([caption], text_limits(folder, limit))
-            assert result is not None
             assert result.cut["T5"] == is_cut
         assert result.cut["CLIP"] == (clip > 16)
         if clip > 16:
             assert f"has {clip} CLIP tokens" in result.sentence()
 
 
-def test_the_sentence_counts_by_encoder_and_shows_the_longest(folder: Path) -> None:
+def test_cut_captions_and_prompts_are_counted_and_named(folder: Path) -> None:
     result = count_cut_captions(CAPTIONS, text_limits(folder, 512))
-    assert result is not None
     text, num_cut = result.sentence(), sum(clip > 16 for clip, _ in lengths(DEMO, CAPTIONS))
     assert text.startswith(f"of 5 captions {num_cut} exceed CLIP's 16 tokens: the rest of each is cut (T5 still reads")
     assert text.endswith("...")
     assert len(text) < 350
     assert count_cut_captions(CAPTIONS[:2], text_limits(folder, 512)).sentence() == ""  # type: ignore[union-attr]
-
-
-def test_a_cut_prompt_is_named_with_the_tokens_it_loses(folder: Path) -> None:
     prompt = "a red star " * 8
     ((clip, t5),) = lengths(DEMO, [prompt])
     (line,) = cut_prompts(["a red star", prompt, prompt], text_limits(folder, t5 - 3))
@@ -67,9 +62,6 @@ def test_a_cut_prompt_is_named_with_the_tokens_it_loses(folder: Path) -> None:
     assert line.endswith(f"CLIP reads 16 of its {clip} tokens (loses {clip - 16}); T5 reads it completely")
     assert cut_prompts(["", "a red star"], text_limits(folder, t5)) == []
     assert cut_prompts([prompt], text_limits(folder / "elsewhere", t5)) == []
-
-
-def test_many_cut_prompts_are_counted(folder: Path) -> None:
     lines = cut_prompts([f"{'a red star ' * 30}{number}" for number in range(8)], text_limits(folder, 512))
     assert len(lines) == 6
     assert lines[-1] == "3 more prompts are cut"
@@ -80,7 +72,6 @@ def test_tokenizers_that_cannot_be_read_are_not_counted(folder: Path, tmp_path: 
     assert count_cut_captions(CAPTIONS, text_limits(tmp_path / "elsewhere", 12)) is None
     (folder / "tokenizer" / "tokenizer.json").write_text('{"model": 3}')
     result = count_cut_captions(CAPTIONS, text_limits(folder, 12))
-    assert result is not None
     assert result.titles == {"T5": "t5_max_length = 12"}
 
 
@@ -104,13 +95,10 @@ def test_a_sample_of_captions_is_bounded_and_independent_of_the_order() -> None:
         (None, 16, "shorten them, or raise t5_max_length"),
     ],
 )
-def test_a_length_is_not_to_be_raised_above_its_maximum(
-    tmp_path: Path, maximum: int | None, limit: int, remedy: str
-) -> None:
+def test_a_length_is_not_raised_above_its_limit(tmp_path: Path, maximum: int | None, limit: int, remedy: str) -> None:
     shutil.copytree(DEMO / "tokenizer_3", tmp_path / "tokenizer_3")
     path = tmp_path / "tokenizer_3" / "tokenizer_config.json"
     config = {**json.loads(path.read_text()), "model_max_length": maximum}
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
     result = count_cut_captions(["a red star " * 300], text_limits(tmp_path, limit))
-    assert result is not None
     assert f": the rest of each is cut ({remedy}); the longest has " in result.sentence()

@@ -119,13 +119,10 @@ def test_engine_steps_equal_the_stock_ones(config: Config, real: bool, freeze: b
         assert float((weights_too[name] - weight).abs().mean()) <= 0.01 * moved, name
 
 
-def test_no_parameter_is_added(config: Config) -> None:
+def test_no_parameter_is_added_and_products_follow_the_config(config: Config) -> None:
     module = SD3TrainingModule(transformer(), config(), fast=True)
     module(prepared(False))
     assert list(module.state_dict()) == [f"denoiser.{name}" for name in module.denoiser.state_dict()]
-
-
-def test_fp8_products_follow_the_config(config: Config) -> None:
     batch = prepared(False)
     (plain, gradients), (rounded, others) = (run(config(fp8=fp8), batch, True) for fp8 in (False, True))
     assert float(rounded["flow"]) == pytest.approx(float(plain["flow"]), rel=0.02)

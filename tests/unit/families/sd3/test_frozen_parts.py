@@ -133,7 +133,7 @@ def test_a_tokenizer_is_never_used_by_two_threads(demo_parts: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("flip", [False, True])
-def test_images_are_encoded_to_the_moments_of_each_variant(
+def test_images_are_encoded_to_moments_per_variant(
     real: FrozenParts, demo_parts: Path, pixels: Any, flip: bool
 ) -> None:
     encoded = real.encode_images(pixels, flip)["moments"]
@@ -176,10 +176,20 @@ def test_encoders_are_loaded_on_first_use(demo_parts: Path, tmp_path: Path, pixe
     (tmp_path / "vae").symlink_to(demo_parts / "vae")
     with make(tmp_path, one_at_a_time=False) as parts:
         assert len(parts.encode_images(pixels, False)["moments"]) == 7
+    gc.disable()  # so that only `close` can free them
+    try:
+        with make(demo_parts, one_at_a_time=False) as parts:  # with little free memory only one would be loaded
+            parts.encode_images(pixels, False)
+            parts.encode_captions(["a"])
+            modules = {name: weakref.ref(parts.part(name)) for name in ("vae", *TEXT_ENCODERS)}
+            assert all(module() is not None for module in modules.values())
+        assert [name for name, module in modules.items() if module() is not None] == []
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(("free", "one_at_a_time"), [(None, False), (6 << 30, False), (4 << 30, True)])
-def test_free_memory_decides_between_all_and_one_at_a_time(
+def test_free_memory_decides_residence(
     demo_parts: Path, monkeypatch: Any, free: int | None, one_at_a_time: bool
 ) -> None:
     monkeypatch.setattr(image_encoders, "free_memory", lambda device: free)
@@ -194,16 +204,3 @@ def test_one_at_a_time_gives_the_same_results(demo_parts: Path, real: FrozenPart
         assert list(parts._modules._modules) == ["t5"]
         parts.synchronize()
     assert all(torch.equal(encoded[name], expected[name]) for name in expected)
-
-
-def test_close_frees_the_encoders(demo_parts: Path, pixels: Any) -> None:
-    gc.disable()  # so that only `close` can free them
-    try:
-        with make(demo_parts, one_at_a_time=False) as parts:  # with little free memory only one would be loaded
-            parts.encode_images(pixels, False)
-            parts.encode_captions(["a"])
-            modules = {name: weakref.ref(parts.part(name)) for name in ("vae", *TEXT_ENCODERS)}
-            assert all(module() is not None for module in modules.values())
-        assert [name for name, module in modules.items() if module() is not None] == []
-    finally:
-        gc.enable()

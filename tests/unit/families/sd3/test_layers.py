@@ -85,7 +85,27 @@ def test_its_gradients_equal_the_stock_ones(name: str) -> None:
     assert all(torch.equal(actual[key], expected[key]) for key in expected)
 
 
-def test_checkpointing_changes_nothing() -> None:
+def test_layers_share_the_modules_of_the_transformer(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformer = perturbed(TINY3)
+    layers = build_layers(transformer)
+    assert len(layers) == 1 + 3 + 1
+    expected = {id(parameter) for parameter in transformer.parameters()}
+    listed = [id(parameter) for layer in layers for parameter in layer.parameters()]
+    assert len(listed) == len(set(listed)), "two layers share a parameter: a pipeline would train it twice"
+    assert set(listed) == expected
+    # compiled in place: a wrapped module would rename every parameter and break checkpoints and exports
+    compiled: list[nn.Module] = []
+
+    def compile_one(forward: Any, dynamic: bool | None) -> Any:
+        compiled.append(forward.__self__)
+        return forward
+
+    monkeypatch.setattr(torch, "compile", compile_one)
+    transformer = perturbed(TINY3)
+    names = list(transformer.state_dict())
+    compile_blocks(transformer)
+    assert compiled == list(transformer.transformer_blocks)
+    assert list(transformer.state_dict()) == names
     transformer, features = perturbed(DUAL), inputs(6, 8)
     plain_output = list_forward(transformer, features)
     plain = gradients(transformer, plain_output)
@@ -98,16 +118,6 @@ def test_checkpointing_changes_nothing() -> None:
     assert torch.equal(output, plain_output)
     assert set(actual) == set(plain)
     assert all(torch.equal(actual[key], plain[key]) for key in plain)
-
-
-def test_layers_share_the_modules_of_the_transformer() -> None:
-    transformer = perturbed(TINY3)
-    layers = build_layers(transformer)
-    assert len(layers) == 1 + 3 + 1
-    expected = {id(parameter) for parameter in transformer.parameters()}
-    listed = [id(parameter) for layer in layers for parameter in layer.parameters()]
-    assert len(listed) == len(set(listed)), "two layers share a parameter: a pipeline would train it twice"
-    assert set(listed) == expected
 
 
 # --- text reconstruction -----------------------------------------------------------------------
@@ -229,9 +239,6 @@ def test_lengths_pass_through_the_layers_as_integers() -> None:
     _, text, lengths, kept = output(state)
     assert torch.equal(lengths, LENGTHS)
     assert text.shape == kept.shape
-
-
-def test_a_processor_that_ignores_masks_is_rejected() -> None:
     transformer, features = perturbed(TINY3), real_inputs()
     layers = build_layers(transformer, real_text=True)
     transformer.set_attn_processor(JointAttnProcessor2_0())
@@ -242,7 +249,7 @@ def test_a_processor_that_ignores_masks_is_rejected() -> None:
 # --- new weights -------------------------------------------------------------------------------
 
 
-def test_new_weights_are_a_pure_function_of_the_seed() -> None:
+def test_new_weights_are_a_pure_function_of_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     one = new_transformer(TINY2, 3).state_dict()
     torch.manual_seed(99)
     torch.rand(17)
@@ -251,9 +258,11 @@ def test_new_weights_are_a_pure_function_of_the_seed() -> None:
     assert not torch.equal(one["context_embedder.weight"], other["context_embedder.weight"])
     name = "time_text_embed.timestep_embedder.linear_1.weight"
     assert not torch.equal(one[name], other[name])
-
-
-def test_initialisation_leaves_global_generators_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    # weights can be drawn in any order, and in part
+    few, many = (new_transformer({**TINY2, "num_layers": layers}, 3).state_dict() for layers in (2, 4))
+    shared = [name for name in few if not name.startswith("transformer_blocks.1.")]
+    assert len(shared) > 20
+    assert all(torch.equal(few[name], many[name]) for name in shared)
     seeded: list[int] = []
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
     torch.default_generator.manual_seed(5)
@@ -262,14 +271,6 @@ def test_initialisation_leaves_global_generators_alone(monkeypatch: pytest.Monke
     new_transformer(TINY2, 0)
     assert torch.equal(torch.rand(4), expected)
     assert not seeded, "the GPUs' generators were seeded"
-
-
-def test_a_weight_does_not_depend_on_other_weights() -> None:
-    """So they can be drawn in any order, and in part."""
-    few, many = (new_transformer({**TINY2, "num_layers": layers}, 3).state_dict() for layers in (2, 4))
-    shared = [name for name in few if not name.startswith("transformer_blocks.1.")]
-    assert len(shared) > 20
-    assert all(torch.equal(few[name], many[name]) for name in shared)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -308,6 +309,15 @@ def test_blocks_start_as_the_identity_and_the_output_at_zero() -> None:
         assert torch.equal(state[0], start[0])
         assert torch.equal(state[1], start[1])
         assert not output(state)[0].any()
+    transformer = new_transformer(TINY3, 0)
+    assert {p.dtype for p in transformer.parameters()} == {torch.float32}
+    assert all(float(p.detach().abs().max()) <= 1.0 for p in transformer.parameters())
+    embed = transformer.time_text_embed.timestep_embedder.linear_1.weight.detach()
+    assert float(embed.std()) == pytest.approx(0.02, rel=0.05)
+    proj = transformer.pos_embed.proj.weight.detach().flatten(1)  # xavier over the flattened patch
+    assert float(proj.std()) == pytest.approx((2 / sum(proj.shape)) ** 0.5, rel=0.05)
+    for weight in (embed, proj, transformer.context_embedder.weight.detach()):
+        assert abs(float(weight.mean())) < 4 * float(weight.std()) / weight.numel() ** 0.5, "around zero"
 
 
 @pytest.mark.parametrize("name", ["tiny2", "tiny3", "no-qk-norm", "dual"])
@@ -324,31 +334,3 @@ def unused_weights(transformer: SD3Transformer2DModel) -> set[str]:
     last = f"transformer_blocks.{len(transformer.transformer_blocks) - 1}.attn."
     names = {key for key, _ in transformer.named_parameters()}
     return {last + end for end in ("add_q_proj.weight", "add_q_proj.bias", "norm_added_q.weight")} & names
-
-
-def test_weights_are_float32_and_reasonably_scaled() -> None:
-    transformer = new_transformer(TINY3, 0)
-    assert {p.dtype for p in transformer.parameters()} == {torch.float32}
-    assert all(float(p.detach().abs().max()) <= 1.0 for p in transformer.parameters())
-    embed = transformer.time_text_embed.timestep_embedder.linear_1.weight.detach()
-    assert float(embed.std()) == pytest.approx(0.02, rel=0.05)
-    proj = transformer.pos_embed.proj.weight.detach().flatten(1)  # xavier over the flattened patch
-    assert float(proj.std()) == pytest.approx((2 / sum(proj.shape)) ** 0.5, rel=0.05)
-    for weight in (embed, proj, transformer.context_embedder.weight.detach()):
-        assert abs(float(weight.mean())) < 4 * float(weight.std()) / weight.numel() ** 0.5, "around zero"
-
-
-def test_compiling_changes_no_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place: a wrapped module would rename every parameter (`_orig_mod.`) and break checkpoints and exports."""
-    compiled: list[nn.Module] = []
-
-    def compile_one(forward: Any, dynamic: bool | None) -> Any:
-        compiled.append(forward.__self__)
-        return forward
-
-    monkeypatch.setattr(torch, "compile", compile_one)
-    transformer = perturbed(TINY3)
-    names = list(transformer.state_dict())
-    compile_blocks(transformer)
-    assert compiled == list(transformer.transformer_blocks)
-    assert list(transformer.state_dict()) == names

@@ -80,17 +80,6 @@ def test_without_a_mask_it_is_the_stock_processor_bit_for_bit(transformer: SD3Tr
     assert all(torch.equal(actual_gradients[name], expected_gradients[name]) for name in expected_gradients)
 
 
-def test_masks_are_not_applied_by_cudnn(transformer: SD3Transformer2DModel) -> None:
-    """Whose backward pass gives NaN with a mask, at lengths such as 704."""
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    try:
-        torch.backends.cuda.enable_cudnn_sdp(True)
-        with use_masked_attention(transformer):
-            assert not torch.backends.cuda.cudnn_sdp_enabled()
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
-
-
 def test_the_stock_processors_are_restored(transformer: SD3Transformer2DModel) -> None:
     before = transformer.attn_processors
 
@@ -104,6 +93,14 @@ def test_the_stock_processors_are_restored(transformer: SD3Transformer2DModel) -
     assert after.keys() == before.keys()
     assert all(after[name] is before[name] for name in before)
     assert {type(processor) for processor in after.values()} == {JointAttnProcessor2_0}
+    # the backward pass of cuDNN gives NaN with a mask, at lengths such as 704
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        with use_masked_attention(transformer):
+            assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def test_a_block_compiles_without_graph_breaks_for_any_text_length() -> None:

@@ -47,7 +47,7 @@ def stock(model: SD3Transformer2DModel, batch: Batch) -> Tensor:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_loss_is_the_stock_models_error(config: Config, masked: bool) -> None:
+def test_the_loss_is_the_stock_models_error_of_each_sample(config: Config, masked: bool) -> None:
     model, batch = transformer(), prepared(masked)
     losses = SD3TrainingModule(model, config())(batch)
     target, mask = batch["target"], batch.get("mask")
@@ -59,13 +59,27 @@ def test_the_loss_is_the_stock_models_error(config: Config, masked: bool) -> Non
     assert set(losses) == {"loss", "flow", "each"}
     assert torch.equal(losses["flow"], losses["loss"].detach())
     assert not losses["flow"].requires_grad
+    module = SD3TrainingModule(model, config(model={"text_recon_gamma": 0.5}))
+    losses = module(batch)
+    assert losses["each"].shape == (2,)
+    assert not losses["each"].requires_grad
+    torch.testing.assert_close(losses["each"].mean(), losses["flow"])
+    for at in range(2):
+        alone = module(batch.split(2)[at])
+        torch.testing.assert_close(losses["each"][at], alone["flow"], rtol=1e-5, atol=0)
 
 
-def test_pseudo_huber_is_used(config: Config) -> None:
+def test_pseudo_huber_is_used_and_denoise_returns_the_stock_output(config: Config) -> None:
     model, batch = transformer(), prepared()
     loss = SD3TrainingModule(model, config(pseudo_huber_c=0.3))(batch)["loss"]
     error = (stock(model, batch) - batch["target"]) ** 2
     torch.testing.assert_close(loss, (torch.sqrt(error + 0.09) - 0.3).mean(), rtol=1e-5, atol=0)
+    module = SD3TrainingModule(model, config())
+    with torch.no_grad():
+        velocity, loss = module.denoise(batch), module(batch)["loss"]
+        assert torch.equal(velocity, stock(model, batch))
+    torch.testing.assert_close(((velocity - batch["target"]) ** 2).mean(), loss)
+    assert velocity.dtype == torch.float32
 
 
 @pytest.mark.parametrize("layer", [0, 1])
@@ -82,7 +96,18 @@ def test_text_reconstruction_is_added_with_its_weight(config: Config, layer: int
     assert set(losses) == {"loss", "flow", "each", "text_recon"}
 
 
-def test_text_reconstruction_changes_gradients(config: Config) -> None:
+def test_no_parameter_is_named_twice_and_all_names_are_stock(config: Config) -> None:
+    """Layers share the transformer's modules; if registered too, they would be trained and saved twice."""
+    model = transformer()
+    module = SD3TrainingModule(model, config())
+    assert [name for name, _ in module.named_parameters()] == [f"denoiser.{n}" for n, _ in model.named_parameters()]
+    assert list(module.state_dict()) == [f"denoiser.{name}" for name in model.state_dict()]
+    model, batch = transformer(), prepared(dtype=torch.bfloat16)
+    losses = SD3TrainingModule(model, config(model={"transformer_dtype": "bfloat16"}))(batch)
+    assert losses["loss"].dtype == torch.float32
+    losses["loss"].backward()
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+
     def gradient(gamma: float) -> Tensor:
         model = transformer()
         SD3TrainingModule(model, config(model={"text_recon_gamma": gamma}))(prepared())["loss"].backward()
@@ -91,14 +116,6 @@ def test_text_reconstruction_changes_gradients(config: Config) -> None:
         return grad
 
     assert not torch.equal(gradient(0.0), gradient(0.5))
-
-
-def test_no_parameter_is_named_twice_and_all_names_are_stock(config: Config) -> None:
-    """Layers share the transformer's modules; if registered too, they would be trained and saved twice."""
-    model = transformer()
-    module = SD3TrainingModule(model, config())
-    assert [name for name, _ in module.named_parameters()] == [f"denoiser.{n}" for n, _ in model.named_parameters()]
-    assert list(module.state_dict()) == [f"denoiser.{name}" for name in model.state_dict()]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -118,38 +135,7 @@ def test_activation_checkpointing_reaches_the_blocks_and_changes_no_gradient(con
     assert all(torch.equal(plain[name], checked[name]) for name in plain)
 
 
-def test_cached_bfloat16_text_is_computed_with_float32_weights(config: Config) -> None:
-    model, batch = transformer(), prepared(dtype=torch.bfloat16)
-    losses = SD3TrainingModule(model, config(model={"transformer_dtype": "bfloat16"}))(batch)
-    assert losses["loss"].dtype == torch.float32
-    losses["loss"].backward()
-    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
-
-
 # --- each sample, sampling, evaluation -----------------------------------------------------------
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_the_flow_loss_of_each_sample_is_returned(config: Config, masked: bool) -> None:
-    model, batch = transformer(), prepared(masked)
-    module = SD3TrainingModule(model, config(model={"text_recon_gamma": 0.5}))
-    losses = module(batch)
-    assert losses["each"].shape == (2,)
-    assert not losses["each"].requires_grad
-    torch.testing.assert_close(losses["each"].mean(), losses["flow"])
-    for at in range(2):
-        alone = module(batch.split(2)[at])
-        torch.testing.assert_close(losses["each"][at], alone["flow"], rtol=1e-5, atol=0)
-
-
-def test_denoise_returns_the_stock_models_output(config: Config) -> None:
-    model, batch = transformer(), prepared()
-    module = SD3TrainingModule(model, config())
-    with torch.no_grad():
-        velocity, loss = module.denoise(batch), module(batch)["loss"]
-        assert torch.equal(velocity, stock(model, batch))
-    torch.testing.assert_close(((velocity - batch["target"]) ** 2).mean(), loss)
-    assert velocity.dtype == torch.float32
 
 
 # --- real text tokens ----------------------------------------------------------------------------
@@ -171,9 +157,7 @@ def single(batch: Batch, at: int) -> Batch:
 
 @pytest.mark.parametrize("lengths", [[9, 1], [3, 7], [4, 4]])
 @pytest.mark.parametrize("padding_scale", [0.0, 50.0])
-def test_a_real_samples_losses_and_gradients_are_its_own(
-    config: Config, lengths: list[int], padding_scale: float
-) -> None:
+def test_a_real_sample_has_its_own_losses_and_grads(config: Config, lengths: list[int], padding_scale: float) -> None:
     batch = real_prepared(lengths, padding_scale)
     model = transformer()
     module = SD3TrainingModule(model, config(model=REAL))
@@ -203,17 +187,9 @@ def test_real_text_reconstruction_equals_a_plain_loop(config: Config) -> None:
     torch.testing.assert_close(losses["text_recon"], torch.stack(each).mean().detach(), rtol=1e-5, atol=0)
 
 
-def test_only_real_features_have_lengths(config: Config) -> None:
-    real, padded = (SD3TrainingModule(transformer(), config(model={"text_tokens": kind})) for kind in KINDS)
-    with pytest.raises(AssertionError, match="exactly real text has lengths"):
-        real(prepared())
-    with pytest.raises(AssertionError, match="exactly real text has lengths"):
-        padded(real_prepared([9, 3]))
-
-
 @pytest.mark.parametrize("keys", [{}, {"routing": {"share": 0.5, "first_block": 1, "last_block": 1}}])
 @pytest.mark.parametrize("fast", [False, True], ids=["stock", "fast"])
-def test_recordable_batches_of_any_lengths_have_one_shape_and_the_same_losses(
+def test_recordable_batches_have_one_shape_and_the_same_losses(
     config: Config, fast: bool, keys: dict[str, Any]
 ) -> None:
     shapes = set()
@@ -238,11 +214,6 @@ def test_recordable_batches_of_any_lengths_have_one_shape_and_the_same_losses(
         for name, grad in grads.items():
             torch.testing.assert_close(same_grads[name], grad, rtol=1e-4, atol=1e-5, msg=name)
     assert len(shapes) == 1
-
-
-def test_padded_batches_are_recordable_as_they_are(config: Config) -> None:
-    batch = prepared()
-    assert SD3TrainingModule(transformer(), config()).recordable(batch) is batch
 
 
 @pytest.mark.parametrize("fast", [False, True], ids=["stock", "fast"])
@@ -287,9 +258,6 @@ def test_layer_sync_is_added_with_its_weight(config: Config) -> None:
     total = losses["flow"] + 0.25 * losses["text_recon"] + 0.5 * losses["layer_sync"]
     torch.testing.assert_close(losses["loss"], total, rtol=1e-6, atol=0)
     assert not losses["layer_sync"].requires_grad
-
-
-def test_layer_sync_has_the_gradients_of_a_plain_computation(config: Config) -> None:
     batch = prepared()
     reference = transformer()
     early, late = blocks_of(reference, batch, (1, 2))
@@ -303,6 +271,16 @@ def test_layer_sync_has_the_gradients_of_a_plain_computation(config: Config) -> 
         assert parameter.grad is not None
         assert expected[name].grad is not None
         torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-3, atol=1e-5, msg=name)
+    batch = prepared()
+    sync = {"weight": 0.5}
+    spelled = config(model={"layer_sync": sync, "text_recon_gamma": 0.25}, pseudo_huber_c=0.3)
+    flow = {"pseudo_huber_c": 0.3}
+    table = config(objective={"layer_sync": sync, "text_recon": {"weight": 0.25}, "flow": flow})
+    losses = [SD3TrainingModule(transformer(), keys)(batch) for keys in (spelled, table)]
+    assert list(losses[0]) == list(losses[1]) == ["loss", "flow", "text_recon", "layer_sync", "each"]
+    assert all(torch.equal(losses[0][name], losses[1][name]) for name in losses[0])
+    weighted = SD3TrainingModule(transformer(), config(objective={"flow": {"weight": 2.0}}))(batch)
+    assert torch.equal(weighted["loss"], 2 * weighted["flow"])
 
 
 @pytest.mark.parametrize("fast", [False, True])
@@ -318,19 +296,6 @@ def test_features_are_the_tokens_after_a_block(config: Config, fast: bool) -> No
     assert model.transformer_blocks[0].attn.to_q.weight.grad is not None
     with pytest.raises(AssertionError, match="features come from blocks 1 to 2"):
         module.predict(batch, (3,))
-
-
-def test_both_spellings_are_the_same_objective(config: Config) -> None:
-    batch = prepared()
-    sync = {"weight": 0.5}
-    spelled = config(model={"layer_sync": sync, "text_recon_gamma": 0.25}, pseudo_huber_c=0.3)
-    flow = {"pseudo_huber_c": 0.3}
-    table = config(objective={"layer_sync": sync, "text_recon": {"weight": 0.25}, "flow": flow})
-    losses = [SD3TrainingModule(transformer(), keys)(batch) for keys in (spelled, table)]
-    assert list(losses[0]) == list(losses[1]) == ["loss", "flow", "text_recon", "layer_sync", "each"]
-    assert all(torch.equal(losses[0][name], losses[1][name]) for name in losses[0])
-    weighted = SD3TrainingModule(transformer(), config(objective={"flow": {"weight": 2.0}}))(batch)
-    assert torch.equal(weighted["loss"], 2 * weighted["flow"])
 
 
 ROUTED: dict[str, Any] = {"routing": {"first_block": 1, "last_block": 2}, "position_crop_side": 8}
@@ -351,13 +316,7 @@ def test_training_batches_are_routed_and_cropped_and_others_are_not(config: Conf
     torch.testing.assert_close(module(neutral)["each"], whole, rtol=1e-5, atol=1e-6)
 
 
-def test_all_draws_or_none_are_given(config: Config) -> None:
-    module = SD3TrainingModule(transformer(), config(model=ROUTED))
-    with pytest.raises(AssertionError, match=r"a batch with \['kept'\] instead of"):
-        module(prepared().with_values({"kept": KEPT}))
-
-
-def test_blocks_that_the_denoiser_lacks_are_reported(config: Config) -> None:
+def test_what_a_batch_or_the_denoiser_lacks_is_reported(config: Config) -> None:
     for keys, text in (
         ({"routing": {"last_block": 3}}, "model.routing: tokens cannot skip blocks 2 to 3 of 3"),
         ({"position_crop_side": 17}, "model.position_crop_side: the position table has 16 tokens per side"),
@@ -365,3 +324,13 @@ def test_blocks_that_the_denoiser_lacks_are_reported(config: Config) -> None:
     ):
         with pytest.raises(UserError, match=text):
             SD3TrainingModule(transformer(), config(model=keys))
+    module = SD3TrainingModule(transformer(), config(model=ROUTED))
+    with pytest.raises(AssertionError, match=r"a batch with \['kept'\] instead of"):
+        module(prepared().with_values({"kept": KEPT}))
+    real, padded = (SD3TrainingModule(transformer(), config(model={"text_tokens": kind})) for kind in KINDS)
+    with pytest.raises(AssertionError, match="exactly real text has lengths"):
+        real(prepared())
+    with pytest.raises(AssertionError, match="exactly real text has lengths"):
+        padded(real_prepared([9, 3]))
+    batch = prepared()
+    assert SD3TrainingModule(transformer(), config()).recordable(batch) is batch

@@ -36,15 +36,13 @@ def test_a_table_of_another_step() -> None:
         angles = 0.7 * position[..., None] * frequencies
         expected = torch.stack([angles.sin(), angles.cos()], dim=2)
         torch.testing.assert_close(table[:, :, coordinate], expected, rtol=0, atol=1e-5)
-
-
-def test_only_the_table_of_new_weights_depends_on_the_step() -> None:
     config = TINY.transformer_config()
     stock, other = new_transformer(config, 3).state_dict(), new_transformer(config, 3, 1.0).state_dict()
     assert [name for name in stock if not torch.equal(stock[name], other[name])] == ["pos_embed.pos_embed"]
     assert torch.equal(other["pos_embed.pos_embed"], position_table(TINY.width, TINY.pos_embed_max_size, 1.0))
     same = new_transformer(config, 3, TINY.stock_position_step).state_dict()
     assert all(torch.equal(stock[name], same[name]) for name in stock)
+    assert start_position_step(WeightsStart("random", None, TINY, "")) == 1.0
 
 
 def folder_start(folder: Path, step: float, dtype: torch.dtype, shards: str = "10GB") -> WeightsStart:
@@ -65,7 +63,6 @@ def test_the_step_is_read_from_weights(tmp_path: Path, step: float, dtype: torch
 
 def test_the_step_is_read_from_any_layout_of_weights(tmp_path: Path) -> None:
     shards = folder_start(tmp_path / "shards", 0.6, torch.float32, "1MB")
-    assert shards.folder is not None
     assert len(list(shards.folder.glob("*.safetensors"))) > 1
     assert start_position_step(shards) == pytest.approx(0.6, rel=1e-5)
     folder_start(tmp_path / "whole", 0.6, torch.float32)
@@ -73,10 +70,6 @@ def test_the_step_is_read_from_any_layout_of_weights(tmp_path: Path) -> None:
     write_single_file(tmp_path / "whole", single, *Contents(vae=False, pad_blocks=False))
     assert "model.diffusion_model.pos_embed" in open_tensors(single)[0]
     assert start_position_step(WeightsStart("file", None, TINY, "", single)) == pytest.approx(0.6, rel=1e-5)
-
-
-def test_random_weights_have_the_step_of_their_size() -> None:
-    assert start_position_step(WeightsStart("random", None, TINY, "")) == 1.0
 
 
 @pytest.mark.parametrize("shape", [(1, 256, 128), (1, 1, 6), (1, 255, 128), (2, 256, 128), (8,), ()])

@@ -71,7 +71,7 @@ DRAWS: dict[str, Any] = {"routing": {}, "position_crop_side": 7}
         (False, 20, DRAWS),
     ],
 )
-def test_gathered_inputs_are_those_of_the_shards(
+def test_gathered_as_from_shards(
     model: Model, data: CachedDataset, uncond: bool, batch: int, keys: dict[str, Any]
 ) -> None:
     """In every step of two epochs: all patterns of dropped text, masked and unmasked batches; weighted captions."""
@@ -101,11 +101,6 @@ def test_indices_go_to_the_device_and_lengths_stay(model: Model, data: CachedDat
     assert set(kinds.values()) == {torch.int32}
     assert batch.host.keys() == ({"bucket", "prompt.length"} if data.has_lengths else {"bucket"})
     assert int(batch.host["bucket"]) == order.picks(0, 0, 20).bucket
-
-
-def test_inputs_in_used_memory_are_the_same(model: Model, data: CachedDataset) -> None:
-    inputs = ResidentInputs(make_preparer(model, data, True), ResidentCache(data, CPU), SEED)
-    order = data.order(SEED, {"toy#0": 1.0}, lambda resolution: 20)
     gathering, buffers = GatheringPreparer(inputs, adds_noise=False), []
 
     def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -16,10 +16,7 @@ from sd3_light.core.batch import Batch
 from sd3_light.core.registry import family_named, starting_weights
 from sd3_light.encoding.vae import LatentScale
 from sd3_light.families.sd3.image_draws import draw_corners, draw_kept
-from sd3_light.families.sd3.prepare import (
-    InputPreparer,
-    LightSD3Pipeline,
-)
+from sd3_light.families.sd3.prepare import InputPreparer, LightSD3Pipeline
 from sd3_light.families.sd3.random_weights import new_transformer
 from sd3_light.families.sd3.text_dropout import draw_drops
 from sd3_light.flow.timesteps import quantile_to_time, resolution_shift, shift_time
@@ -101,29 +98,12 @@ def test_seed_epoch_repeat_and_sample_change_the_draws(model: Model, batch: Make
     assert float((x0 - other_x0).abs().mean()) > 0.1, "the posterior's draw"
 
 
-def test_noise_and_posterior_are_different_draws(model: Model, batch: MakeBatch) -> None:
-    cached = batch([3], size=(16, 16))
-    clean, noise = undo(preparer(model).prepare_inputs(cached))
-    mean, logvar = cached["moments"].float().chunk(2, dim=1)
-    posterior = (clean / SCALE.scale + SCALE.shift - mean) / torch.exp(0.5 * logvar)
-    for drawn in (noise, posterior):
-        assert abs(float(drawn.mean())) < 0.06
-        assert float(drawn.std()) == pytest.approx(1, abs=0.05)
-    assert abs(float(torch.corrcoef(torch.stack([noise.flatten(), posterior.flatten()]))[0, 1])) < 0.06
-
-
-def test_the_preparer_can_be_pickled_for_workers(model: Model, batch: MakeBatch) -> None:
-    original = preparer(model, empty=NEVER_ZERO, enable_uncond_text_dropout=True)
-    copy: InputPreparer = pickle.loads(pickle.dumps(original))
-    assert same(row(original.prepare_inputs(batch([4])), 0), row(copy.prepare_inputs(batch([4])), 0))
-
-
 # --- noise on a device -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", ["padded", "real"])
 @pytest.mark.parametrize("masked", [False, True])
-def test_noise_added_later_gives_the_same_inputs(
+def test_noise_may_be_added_later(
     model: Model, batch: MakeBatch, real_batch: MakeBatch, text: str, masked: bool
 ) -> None:
     keys: dict[str, Any] = {"text_tokens": text, "enable_uncond_text_dropout": True}
@@ -155,6 +135,14 @@ def test_noisy_latents_and_target_follow_the_flow(model: Model, batch: MakeBatch
     assert prepared.get("mask") is None
     assert {tensor.dtype for tensor in (noisy, t, target)} == {torch.float32}
     assert noise.shape == (3, 16, 4, 6)
+    cached = batch([3], size=(16, 16))
+    clean, noise = undo(preparer(model).prepare_inputs(cached))
+    mean, logvar = cached["moments"].float().chunk(2, dim=1)
+    posterior = (clean / SCALE.scale + SCALE.shift - mean) / torch.exp(0.5 * logvar)
+    for drawn in (noise, posterior):
+        assert abs(float(drawn.mean())) < 0.06
+        assert float(drawn.std()) == pytest.approx(1, abs=0.05)
+    assert abs(float(torch.corrcoef(torch.stack([noise.flatten(), posterior.flatten()]))[0, 1])) < 0.06
 
 
 @pytest.mark.parametrize(
@@ -173,22 +161,22 @@ def test_model_keys_shape_the_times(model: Model, batch: MakeBatch, keys: dict[s
     torch.testing.assert_close(times, torch.full((2,), expected))
 
 
-def test_uniform_times(model: Model, batch: MakeBatch) -> None:
-    prepared = preparer(model, timestep_sample_method="uniform").prepare_inputs(batch([1]), 0.7)
-    assert prepared["t"].tolist() == pytest.approx([0.7])
-
-
-def test_masks_become_fractions(model: Model, batch: MakeBatch) -> None:
+def test_masks_become_fractions_and_times_may_be_uniform(model: Model, batch: MakeBatch) -> None:
     cached = {**batch([1, 2]), "mask": torch.tensor([[[0, 51], [255, 255]]] * 2, dtype=torch.uint8)}
     mask = preparer(model).prepare_inputs(cached).get("mask")
     assert mask is not None
     torch.testing.assert_close(mask, torch.tensor([[[0.0, 0.2], [1.0, 1.0]]] * 2))
+    prepared = preparer(model, timestep_sample_method="uniform").prepare_inputs(batch([1]), 0.7)
+    assert prepared["t"].tolist() == pytest.approx([0.7])
+    original = preparer(model, empty=NEVER_ZERO, enable_uncond_text_dropout=True)
+    copy: InputPreparer = pickle.loads(pickle.dumps(original))
+    assert same(row(original.prepare_inputs(batch([4])), 0), row(copy.prepare_inputs(batch([4])), 0))
 
 
 # --- text --------------------------------------------------------------------------------------
 
 
-def test_text_is_joined_as_in_sd3(model: Model, batch: MakeBatch) -> None:
+def test_text_is_joined_as_in_sd3_and_dropped_only_if_enabled(model: Model, batch: MakeBatch) -> None:
     cached = batch([1, 2])
     prompt, pooled = text_of(preparer(model).prepare_inputs(cached))
     assert prompt.shape == (2, 7 + 5, 256)
@@ -197,6 +185,12 @@ def test_text_is_joined_as_in_sd3(model: Model, batch: MakeBatch) -> None:
     assert not prompt[:, :7, 224:].any()
     assert torch.equal(prompt[:, 7:], cached["t5"])
     assert torch.equal(pooled, torch.cat([cached["clip_l.pooled"], cached["clip_g.pooled"]], dim=-1))
+    cached = batch(range(30))
+    prompt = preparer(model, uncond_text_dropout_prob=1.0).prepare_inputs(cached)["prompt"]
+    assert torch.equal(prompt[:, 7:], cached["t5"])
+    prepare = preparer(model, enable_uncond_text_dropout=True, uncond_text_dropout_prob=1.0).prepare_inputs
+    assert not prepare(cached)["prompt"].any()
+    assert torch.equal(prepare(cached, 0.5)["prompt"][:, 7:], cached["t5"])
 
 
 @pytest.mark.parametrize("uncond", [None, NEVER_ZERO])
@@ -218,12 +212,6 @@ def test_dropout_follows_each_samples_draw(
             if all(drop) and uncond is not None:
                 expected = uncond[name].bfloat16()
             assert torch.equal(part[at], expected), (drop, name)
-
-
-def test_no_dropout_unless_enabled(model: Model, batch: MakeBatch) -> None:
-    cached = batch(range(30))
-    prompt = preparer(model, uncond_text_dropout_prob=1.0).prepare_inputs(cached)["prompt"]
-    assert torch.equal(prompt[:, 7:], cached["t5"])
 
 
 # --- real tokens -------------------------------------------------------------------------------
@@ -255,9 +243,7 @@ def test_a_real_sample_is_the_same_alone_and_in_any_batch(
 
 
 @pytest.mark.parametrize("uncond", [None, SHORT_EMPTY])
-def test_real_tokens_are_dropped_by_each_samples_draw(
-    model: Model, real_batch: MakeBatch, uncond: dict[str, Tensor] | None
-) -> None:
+def test_real_tokens_are_dropped_by_draw(model: Model, real_batch: MakeBatch, uncond: dict[str, Tensor] | None) -> None:
     ids = list(range(60))
     drops = draw_drops(3, occurrence_words(1, 0, ids), 0.464)
     assert len(set(drops)) == 8, "all patterns occur"
@@ -293,9 +279,7 @@ def join_manually(
 
 
 @pytest.mark.parametrize("pieces", [2, 3])
-def test_split_batches_of_real_text_are_cut_to_their_longest_sample(
-    model: Model, real_batch: MakeBatch, pieces: int
-) -> None:
+def test_split_batches_are_cut_to_their_longest_real_sample(model: Model, real_batch: MakeBatch, pieces: int) -> None:
     prepared = preparer(model, text_tokens="real").prepare_inputs(real_batch(range(6)))
     size = 6 // pieces
     for number, part in enumerate(prepared.split(pieces)):
@@ -306,35 +290,25 @@ def test_split_batches_of_real_text_are_cut_to_their_longest_sample(
 # --- evaluation --------------------------------------------------------------------------------
 
 
-def test_evaluation_drops_nothing(model: Model, batch: MakeBatch) -> None:
-    cached = batch(range(30))
-    prepare = preparer(model, enable_uncond_text_dropout=True, uncond_text_dropout_prob=1.0).prepare_inputs
-    assert not prepare(cached)["prompt"].any()
-    assert torch.equal(prepare(cached, 0.5)["prompt"][:, 7:], cached["t5"])
-
-
 def test_evaluation_is_the_same_in_every_epoch(model: Model, batch: MakeBatch) -> None:
     prepare = preparer(model, enable_uncond_text_dropout=True).prepare_inputs
     first, later = prepare(batch([1, 2]), 0.4), prepare(batch([1, 2], epoch=7, repeats=[3, 4]), 0.4)
     assert all(same(row(first, at), row(later, at)) for at in range(2))
-
-
-def test_evaluation_has_its_own_noise_at_all_quantiles(model: Model, batch: MakeBatch) -> None:
     prepare = preparer(model).prepare_inputs
     low, high = undo(prepare(batch([1]), 0.1))[1], undo(prepare(batch([1]), 0.9))[1]
     torch.testing.assert_close(low, high, atol=1e-5, rtol=0)
     assert not torch.allclose(low, undo(prepare(batch([1])))[1], atol=0.1)
     times = prepare(batch([1, 2, 3]), 0.9)["t"]
     assert len(set(times.tolist())) == 1
+    prepared = preparer(model, **DRAWS).prepare_inputs(batch([1, 2]), 0.3)
+    assert set(prepared.values) == {"noisy", "t", "prompt", "pooled", "target"}
 
 
 # --- (features, label), for training loops outside the package ---------------------------------
 
 
 @pytest.mark.parametrize("text", ["padded", "real"])
-def test_the_pipeline_returns_features_and_label(
-    model: Model, batch: MakeBatch, real_batch: MakeBatch, text: str
-) -> None:
+def test_the_pipeline_has_features_and_label(model: Model, batch: MakeBatch, real_batch: MakeBatch, text: str) -> None:
     cached = (real_batch if text == "real" else batch)([1, 2, 3])
     pipeline = LightSD3Pipeline(model(text_tokens=text, **DRAWS), 0, None)
     prepared = pipeline.preparer.prepare_inputs(cached)
@@ -350,13 +324,10 @@ def test_the_pipeline_returns_features_and_label(
 # --- the pipeline ------------------------------------------------------------------------------
 
 
-def test_pretraining_starts_from_the_seed(model: Model) -> None:
+def test_pretraining_starts_from_the_seed(model: Model, folder: Any) -> None:
     transformer = family_named("sd3").weights.load(starting_weights(model()), 4)
     expected = new_transformer(SIZES["tiny2"].transformer_config(), 4)
     assert all(torch.equal(a, b) for a, b in zip(transformer.parameters(), expected.parameters(), strict=True))
-
-
-def test_a_folders_weights_are_loaded_in_float32(model: Model, folder: Any) -> None:
     saved = SD3Transformer2DModel(**SIZES["tiny2"].transformer_config()).to(torch.bfloat16)
     saved.save_pretrained(folder / "transformer")
     transformer = family_named("sd3").weights.load(starting_weights(model(train_type=None, size=None)), 0)
@@ -380,9 +351,7 @@ DRAWS: dict[str, Any] = {"routing": {"share": 0.5}, "position_crop_side": 8}
 
 
 @pytest.mark.parametrize("text", ["padded", "real"])
-def test_training_batches_have_the_draws_of_their_images(
-    model: Model, batch: MakeBatch, real_batch: MakeBatch, text: str
-) -> None:
+def test_training_batches_have_their_draws(model: Model, batch: MakeBatch, real_batch: MakeBatch, text: str) -> None:
     make = real_batch if text == "real" else batch
     prepare = replace(preparer(model, 5, text_tokens=text, **DRAWS), num_positions=32)
     ids = [11, 5, 2**62 + 3]
@@ -398,8 +367,3 @@ def test_training_batches_have_the_draws_of_their_images(
     for at, sample in enumerate(ids):
         alone = prepare.prepare_inputs(make([sample], epoch=2, repeats=[at]))
         assert same([kept[at], corners[at]], [alone["kept"][0], alone["corners"][0]])
-
-
-def test_validation_batches_have_no_draws(model: Model, batch: MakeBatch) -> None:
-    prepared = preparer(model, **DRAWS).prepare_inputs(batch([1, 2]), 0.3)
-    assert set(prepared.values) == {"noisy", "t", "prompt", "pooled", "target"}

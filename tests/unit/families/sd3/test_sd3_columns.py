@@ -39,6 +39,13 @@ def test_images_of_a_bucket_have_a_latent_pixel_per_step_of_the_vae(raw_project:
     wide = declared(raw_project, Bucket(96, 64))
     assert (wide["moments"].shape, wide["mask"].shape) == ((32, 8, 12), (8, 12))
     assert declared(raw_project, SMALLEST)["moments"].shape == (32, 1, 1)
+    before, after = (declared(raw_project, Bucket(64, 64), *keys) for keys in ((), ("model.references=2",)))
+    added = [after[f"moments.reference.{number}"] for number in range(2)]
+    assert [(column.reads, column.shape) for column in added] == [
+        ("reference.0", before["moments"].shape),
+        ("reference.1", before["moments"].shape),
+    ]
+    assert {name: column for name, column in after.items() if column not in added} == before
 
 
 DECIDED = {"dtype": TEXT, "vae_dtype": IMAGES, "t5_max_length": {"t5"}, "text_tokens": TEXT}
@@ -47,25 +54,13 @@ VALUES = {"dtype": "float16", "vae_dtype": "bfloat16", "t5_max_length": 7, "text
 
 
 @pytest.mark.parametrize("key", sorted(ModelConfig.model_fields.keys() - {"type", "diffusers_path"}))
-def test_the_fingerprints_change_with_the_keys_that_decide_columns(
-    raw_project: Project, key: str, tmp_path: Path
-) -> None:
+def test_the_fingerprints_change_with_keys_that_decide_columns(raw_project: Project, key: str, tmp_path: Path) -> None:
     """A key that is new in [model] belongs in the table above if it decides what is encoded."""
     model = raw_project.load().train.model
     value = write_vision(tmp_path) if key == "teacher_path" else VALUES.get(key, object())
     changed = model.model_copy(update={key: value})
     before, after = (fingerprints(each) for each in (model, changed))
     assert {name for name in before if before[name] != after[name]} == DECIDED.get(key, set())
-
-
-def test_references_add_columns_and_change_none(raw_project: Project) -> None:
-    before, after = (declared(raw_project, Bucket(64, 64), *keys) for keys in ((), ("model.references=2",)))
-    added = [after[f"moments.reference.{number}"] for number in range(2)]
-    assert [(column.reads, column.shape) for column in added] == [
-        ("reference.0", before["moments"].shape),
-        ("reference.1", before["moments"].shape),
-    ]
-    assert {name: column for name, column in after.items() if column not in added} == before
 
 
 @pytest.mark.parametrize(
@@ -80,9 +75,7 @@ def test_references_add_columns_and_change_none(raw_project: Project) -> None:
         ("tokenizer_3", {"t5"}),
     ],
 )
-def test_the_fingerprints_change_with_the_folders_that_decide_columns(
-    raw_project: Project, folder: str, changed: set[str]
-) -> None:
+def test_the_fingerprints_change_with_deciding_folders(raw_project: Project, folder: str, changed: set[str]) -> None:
     model = raw_project.load().train.model
     before, after = fingerprints(model), fingerprints(model, **{folder: "changed"})
     assert {name for name in before if before[name] != after[name]} == changed

@@ -12,6 +12,8 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from sd3_light.assets import DEMO
 from sd3_light.check import verb as check
@@ -109,7 +111,9 @@ def test_the_velocity_is_that_of_the_exports_pipeline(
     assert (velocity - without).abs().max() > 1e-3
 
 
-def test_the_order_of_references_matters_and_other_threads_do_not_see_them(config: Callable[..., TrainConfig]) -> None:
+def test_the_order_of_references_matters_and_other_threads_do_not_see_them(
+    config: Callable[..., TrainConfig], demo_parts: Path
+) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     denoiser = transformer()
@@ -130,9 +134,6 @@ def test_the_order_of_references_matters_and_other_threads_do_not_see_them(confi
         assert torch.equal(pool.submit(velocity).result(), plain)
         torch.testing.assert_close(velocity(), expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(velocity(), plain)
-
-
-def test_a_pipeline_takes_images_at_the_size_of_what_it_draws(demo_parts: Path) -> None:
     vae: Any = load_vae(demo_parts, CPU, torch.float32)
     frozen = dict.fromkeys(f"{name}{number}" for name in ("text_encoder", "tokenizer") for number in ("", "_2", "_3"))
     pipe = RealTextPipeline(transformer(), FlowMatchEulerDiscreteScheduler(), vae, **frozen, references=1)
@@ -148,9 +149,6 @@ def test_a_pipeline_takes_images_at_the_size_of_what_it_draws(demo_parts: Path) 
 
 def test_the_cost_counts_the_tokens_of_references(project: Project) -> None:
     """FLOPs by torch's own count of a pass with a reference."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.utils.flop_counter import FlopCounterMode
-
     loaded = project.load()
     model = loaded.train.model
     sd3 = family_named("sd3")
@@ -190,16 +188,18 @@ def test_faults_of_the_config(project: Project, key: str, message: str) -> None:
         check.load(project.train_toml, [key])
 
 
-def test_fast_blocks_see_no_references(project: Project) -> None:
-    train = project.load("fast=true").train
-    assert why_stock_by_config(train, SIZES["tiny2"]) == "the fast blocks see no references"
-
-
-def test_an_image_needs_all_references_or_none() -> None:
+def test_an_image_needs_all_references_or_none(project: Project) -> None:
     policy = TextPolicy(16, "empty", "padded", references=2)
     assert [policy.references_fault(count) is None for count in range(4)] == [True, False, True, False]
     assert policy.references_fault(1) == "1 references: this model sees 2"
     assert "sees no image" in str(TextPolicy(16, "empty", "padded").references_fault(1))
+    train = project.load("fast=true").train
+    assert why_stock_by_config(train, SIZES["tiny2"]) == "the fast blocks see no references"
+    truths = load_truths(project.data_toml, 5)
+    before = project.folder / "pairs" / BEFORE
+    assert [truth.references for truth in truths] == [(before / truth.path.name,) for truth in truths]
+    table = MetricsConfig.model_construct(steps=3, guidance=1.0)
+    assert [request.references for request in caption_requests(table, truths)] == [each.references for each in truths]
 
 
 # --- training and export -------------------------------------------------------------------------
@@ -306,12 +306,3 @@ def test_faults_of_sample_images(project: Project, values: str, message: str) ->
     project.train_toml.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigFaults, match=message):
         check.load(project.train_toml)
-
-
-def test_true_images_know_their_references(project: Project) -> None:
-    """So `evaluate --against` and [metrics] draw each caption with the reference of its image."""
-    truths = load_truths(project.data_toml, 5)
-    before = project.folder / "pairs" / BEFORE
-    assert [truth.references for truth in truths] == [(before / truth.path.name,) for truth in truths]
-    table = MetricsConfig.model_construct(steps=3, guidance=1.0)
-    assert [request.references for request in caption_requests(table, truths)] == [each.references for each in truths]

@@ -25,11 +25,18 @@ def denoiser(folder: Path, size: str = "tiny2", **other: Any) -> Path:
     return folder
 
 
-def test_pretraining_starts_at_random_from_its_size(tmp_path: Path) -> None:
+def test_weights_start_at_random_or_from_the_folders_denoiser(tmp_path: Path) -> None:
     start = starting_weights(table(tmp_path, train_type="sd3_light_pretrain", num_layers=7))
     assert (start.kind, start.folder) == ("random", None)
     assert start.size == SIZES["sd3_light"].with_overrides(num_layers=7)
     assert "random" in start.sentence
+    denoiser(tmp_path / "transformer")
+    start = starting_weights(table(tmp_path))
+    assert (start.kind, start.folder) == ("folder", tmp_path / "transformer")
+    assert start.size == replace(SIZES["tiny2"], position_step=0.25)
+    size = SIZES["demo"]
+    assert differences(size, size_with(size, sample_size=99)) == ()
+    assert differences(size, size_with(size, num_heads=9)) == ("num_heads",)
 
 
 ENCODERS = {
@@ -56,16 +63,6 @@ def test_a_shape_takes_its_widths_from_the_encoders(tmp_path: Path) -> None:
     inputs = torch.zeros(1, 4, 8, 8), torch.zeros(1, 5, 128), torch.zeros(1, 96), torch.zeros(1)
     assert transformer(*inputs).sample.shape == (1, 4, 8, 8)
     assert named_size(small.transformer_config(), tmp_path) == replace(small, position_step=small.stock_position_step)
-
-
-def test_fine_tuning_starts_from_the_folders_denoiser(tmp_path: Path) -> None:
-    denoiser(tmp_path / "transformer")
-    start = starting_weights(table(tmp_path))
-    assert (start.kind, start.folder) == ("folder", tmp_path / "transformer")
-    assert start.size == replace(SIZES["tiny2"], position_step=0.25)
-
-
-def test_a_folder_by_init_is_recognised_by_its_marker(tmp_path: Path) -> None:
     denoiser(tmp_path / "transformer", num_layers=3)
     (tmp_path / MARKER).write_text("{}")
     start = starting_weights(table(tmp_path, train_type="sd3_light_pretrain"))
@@ -85,10 +82,7 @@ def test_init_names_a_denoiser_or_the_folder_around_it(tmp_path: Path, inner: st
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (
-            {"_class_name": "FluxTransformer2DModel"},
-            r"a denoiser of Flux.* and no model_index\.json; give the folder",
-        ),
+        ({"_class_name": "FluxTransformer2DModel"}, r"a denoiser of Flux.* and no model_index\.json; give the folder"),
         ({"in_channels": 4}, "in_channels 4"),
         ({"patch_size": 4}, "patch_size 4"),
     ],
@@ -112,19 +106,13 @@ SHAPE = {"train_type": "sd3_light_pretrain", "shape": {"num_layers": 3, "num_hea
         ('{"num_layers": 3}', {}, "lacks 'num_attention_heads'"),
     ],
 )
-def test_missing_and_damaged_configs_are_user_errors(
+def test_damaged_configs_are_user_errors(
     tmp_path: Path, config: str | None, keys: dict[str, Any], message: str
 ) -> None:
     if config is not None:
         (denoiser(tmp_path / "transformer") / "config.json").write_text(config)
     with pytest.raises(UserError, match=message):
         starting_weights(table(tmp_path, **keys))
-
-
-def test_sizes_differ_only_in_fields_that_change_weights() -> None:
-    size = SIZES["demo"]
-    assert differences(size, size_with(size, sample_size=99)) == ()
-    assert differences(size, size_with(size, num_heads=9)) == ("num_heads",)
 
 
 def size_with(size: ModelSize, **other: Any) -> ModelSize:

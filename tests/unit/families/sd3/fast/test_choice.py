@@ -31,7 +31,7 @@ def train_config(**keys: Any) -> TrainConfig:
     return TrainConfig.model_validate(settings, context={"base": Path.cwd()})
 
 
-def test_gpus_use_the_fast_blocks_unless_the_config_rules_them_out() -> None:
+def test_the_config_and_the_device_decide_about_fast_blocks() -> None:
     assert why_stock_by_config(train_config(), SIZE) is None
     assert why_stock_by_config(train_config(parallel="fsdp2", fp8=True), SIZE) is None, "one process shards nothing"
     assert why_stock_by_config(train_config(parallel="fsdp2"), SIZE, world=2) is None
@@ -51,9 +51,6 @@ def test_gpus_use_the_fast_blocks_unless_the_config_rules_them_out() -> None:
     words = ["fast", "compile", "adapter", "ZeRO-3", "pipeline", "fsdp2", "second attention", "head width"]
     words.append("transformer_dtype")
     assert [word in str(reason) for word, reason in zip(words, reasons, strict=True)] == [True] * len(words)
-
-
-def test_a_cpu_uses_the_stock_blocks_unless_fast_is_true() -> None:
     assert why_stock_on_device(train_config(), "cpu") == "there is no GPU"
     assert why_stock_on_device(train_config(fast=True, model={"text_tokens": "real"}), "cpu") is None
 
@@ -106,7 +103,7 @@ PRICE = "; the first steps take longer, while they compile"
 BROKEN = "the kernel join differs from its reference by 0.4, more than 0.02"
 
 
-def test_a_broken_kernel_means_compiled_stock_blocks(
+def test_broken_kernels_compile(
     gpu: dict[str, str | None], transformer: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert choose(train_config(), transformer, CUDA) == FAST
@@ -163,9 +160,7 @@ def test_a_broken_kernel_is_an_error_where_the_config_requires_it(gpu: dict[str,
         choose(train_config(fp8=True), transformer, CUDA)
 
 
-def test_a_problem_of_another_rank_counts_for_all(
-    gpu: dict[str, str | None], transformer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_problems_of_ranks_count(gpu: dict[str, str | None], transformer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 has another kind of GPU, whose kernels are broken."""
     others: list[str | None] = [None, BROKEN, None]  # of the config, of the kernels, of torch.compile
     monkeypatch.setattr(ProcessGroups, "first_problem", lambda self, problem: problem or others.pop(0))
@@ -186,18 +181,6 @@ def test_conflicting_keys_are_reported() -> None:
     assert "activation_checkpointing" in reported_keys(activation_checkpointing=0.5, **stages)
     assert "activation_checkpointing" not in reported_keys(activation_checkpointing=True, **stages)
 
-
-def test_fp8_needs_the_fast_blocks_and_a_gpu_with_fp8(transformer: Any) -> None:
-    assert choose(train_config(fp8=True, fast=True), transformer) == FAST
-    with pytest.raises(UserError, match=r"fp8 = true is not available: there is no GPU; write fp8 = false"):
-        choose(train_config(fp8=True), transformer)
-    assert why_no_fp8(SIZE, (9, 0)) is None
-    assert why_no_fp8(SIZE, (8, 9)) is None
-    assert "sm_80" in str(why_no_fp8(SIZE, (8, 0)))
-    assert "multiple of 16" in str(why_no_fp8(replace(SIZE, num_heads=3, head_dim=8), (9, 0)))
-
-
-def test_keys_that_conflict_with_fp8_are_reported() -> None:
     def problems(**settings: Any) -> list[str]:
         findings = list(run_cross_checks(train_config(fp8=True, save_every_n_steps=1, **settings), frozenset()))
         assert all(finding.key == "fp8" for finding in findings)
@@ -214,3 +197,13 @@ def test_keys_that_conflict_with_fp8_are_reported() -> None:
     ):
         (problem,) = problems(**settings)
         assert word in problem
+
+
+def test_fp8_needs_the_fast_blocks_and_a_gpu_with_fp8(transformer: Any) -> None:
+    assert choose(train_config(fp8=True, fast=True), transformer) == FAST
+    with pytest.raises(UserError, match=r"fp8 = true is not available: there is no GPU; write fp8 = false"):
+        choose(train_config(fp8=True), transformer)
+    assert why_no_fp8(SIZE, (9, 0)) is None
+    assert why_no_fp8(SIZE, (8, 9)) is None
+    assert "sm_80" in str(why_no_fp8(SIZE, (8, 0)))
+    assert "multiple of 16" in str(why_no_fp8(replace(SIZE, num_heads=3, head_dim=8), (9, 0)))

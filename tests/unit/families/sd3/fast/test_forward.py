@@ -73,9 +73,6 @@ def test_replaced_weight_data_is_used() -> None:
     after = denoiser(features())
     torch.testing.assert_close(after, stock_patches(transformer, None), rtol=1e-5, atol=2e-5)
     assert not torch.allclose(after, before, atol=1e-3)
-
-
-def test_why_stock_names_unsupported_transformers() -> None:
     assert why_stock(perturbed(CONFIGS["no-qk-norm"])) is None
     dual = perturbed({**CONFIGS["three-blocks"], "dual_attention_layers": (0,)})
     assert "second attention" in str(why_stock(dual))
@@ -101,10 +98,7 @@ def test_rows_after_the_last_sample_change_no_result(monkeypatch: pytest.MonkeyP
     patches = FastDenoiser(transformer, torch.float32)(features(), LENGTHS)
     torch.testing.assert_close(patches, expected)
     torch.testing.assert_close(gradients(transformer, patches), expected_grads)
-
-
-def test_fillers_round_the_rows_up() -> None:
-    """Few numbers of rows recur, whatever the lengths are."""
+    # few numbers of rows recur, whatever the lengths are.
     generator = torch.Generator().manual_seed(0)
     seen = set()
     for _ in range(200):

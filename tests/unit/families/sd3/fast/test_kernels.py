@@ -106,7 +106,7 @@ def test_norm_backward(kernels: ModuleType, plan: RowPlan, is_pending: bool, is_
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_gelu_backward(kernels: ModuleType, recompute: bool) -> None:
+def test_gelu_and_its_backward(kernels: ModuleType, recompute: bool) -> None:
     u, dg = 2 * normal(70, 96), normal(96, 70).t().contiguous()
     kernels.TUNING["gelu_backward"]["BLOCK"] = 64  # two blocks of columns, one of them partial
     for form in ("plain", "both"):
@@ -114,12 +114,14 @@ def test_gelu_backward(kernels: ModuleType, recompute: bool) -> None:
     leaf = u.clone().requires_grad_()
     reference.gelu(leaf).backward(dg)
     assert_close(reference.gelu_backward(dg, u, recompute)[0], leaf.grad)
+    u = 2 * normal(33, 96)
+    for form in ("both", "fp8"):
+        actual, expected = (ops.gelu(u, form) for ops in (kernels, reference))
+        assert_close(actual, expected)
 
 
 @pytest.mark.parametrize(
-    ("plan", "is_normed"),
-    combinations(PLANS, BOTH, fast=[("one-length", False), ("real", True)]),
-    indirect=["plan"],
+    ("plan", "is_normed"), combinations(PLANS, BOTH, fast=[("one-length", False), ("real", True)]), indirect=["plan"]
 )
 def test_join_and_join_backward(kernels: ModuleType, plan: RowPlan, is_normed: bool) -> None:
     qkv = (normal(plan.image.count, 3 * WIDTH), normal(plan.text.count, 3 * WIDTH))
@@ -148,13 +150,6 @@ def test_gather_and_scatter_rows(kernels: ModuleType, plan: RowPlan) -> None:
         assert_close(kernels.gather_rows(joined, plan.text, form), reference.gather_rows(joined, plan.text, form))
     first = plan.starts[1]
     assert torch.equal(joined[:first], torch.cat([image[:35], text[: first - 35]])), "image rows come first"
-
-
-def test_gelu_in_fp8(kernels: ModuleType) -> None:
-    u = 2 * normal(33, 96)
-    for form in ("both", "fp8"):
-        actual, expected = (ops.gelu(u, form) for ops in (kernels, reference))
-        assert_close(actual, expected)
 
 
 def odd_rows() -> Tensor:
@@ -190,9 +185,7 @@ def test_extreme_rows_are_rounded(kernels: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("sizes", [[30], [20, 20, 20]], ids=["one", "three"])
-def test_weights_are_rounded_by_row_and_by_column(
-    kernels: ModuleType, sizes: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_rounded_both_ways(kernels: ModuleType, sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     kernels.TUNING["weight"] |= {"N": 16, "K": 8}
     monkeypatch.setattr(kernels.kernels_fp8, "TILE", 8 * 32)  # several tiles of rows, one of them partial
     weights = [(1 + at) * normal(size, 20) for at, size in enumerate(sizes)]

@@ -181,9 +181,7 @@ def test_one_wrong_element_is_found(shape: str, operations: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "shape"), [("attend", "plain"), ("multiply", "fp8")])
-def test_attention_and_products_are_checked(
-    name: str, shape: str, operations: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_are_checked_too(name: str, shape: str, operations: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_check, name, raising(RuntimeError("CUDA error: no kernel image is available")))
     assert "no kernel image" in str(check_kernels(SHAPES[shape], CPU, operations))
 
@@ -221,9 +219,7 @@ CHANGES: dict[str, tuple[Any, str, Any]] = {
 
 
 @pytest.mark.parametrize("key", [*CHANGES, "triton", "shape"])
-def test_another_gpu_library_or_source_is_checked_again(
-    key: str, operations: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_gpu_or_source_is_checked_again(key: str, operations: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernel_problem(PLAIN, CPU) is None
     operations.join = raising(TritonError("checked again"))
     monkeypatch.setattr(
