@@ -92,9 +92,6 @@ def test_the_table_is_that_of_a_config(tmp_path: Path, capsys: pytest.CaptureFix
     assert "4x4 4x4 3 2 2 1" in shown
     assert "cache" not in shown, "there is none"
     assert not list(tmp_path.iterdir()), "nothing is written"
-
-
-def test_what_does_not_fit_is_named_with_a_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path, Blocks(), latents(4), gpu_memory=0.5) == ["GPU memory"]
     shown = " ".join(capsys.readouterr().out.split())
     assert "does not fit: 768 MiB, the GPU has 512 MiB; lower batch_size" in shown
@@ -110,15 +107,12 @@ def test_processed_data_have_a_residence(tmp_path: Path, capsys: pytest.CaptureF
     assert 'host; "host" takes' in " ".join(shown.split())
 
 
-def test_an_adapter_trains_on_frozen_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapters_are_counted_and_custom_forwards_are_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = Toy(adapter=True)
     counted = cost(model, Images(2))
     assert sum(counted.trained) == sum(weight.numel() for weight in model.trainable_modules())
     run(tmp_path, model, Images(2))
     assert "an adapter of 128 parameters on Sequential (544 parameters)" in capsys.readouterr().out
-
-
-def test_a_custom_forward_is_not_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = Own()
     assert run(tmp_path, model, Images(2)) == []
     shown = " ".join(capsys.readouterr().out.split())
@@ -132,9 +126,6 @@ def test_code_that_reads_values_is_not_counted() -> None:
     assert counted.why_not_counted is not None
     assert "cannot be counted (denoise of Blocks raised" in counted.why_not_counted
     assert counted.forward_flops(counted.buckets[0].tokens) == 0
-
-
-def test_a_unit_runs_once_per_bucket() -> None:
     calls: list[int] = []
 
     @unit("latents")

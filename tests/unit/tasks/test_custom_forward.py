@@ -211,10 +211,7 @@ class Frozen(Own):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (
-            NoForward,
-            "NoForward has no transformer; pass one to super().__init__(transformer, ...), or override",
-        ),
+        (NoForward, "NoForward has no transformer; pass one to super().__init__(transformer, ...), or override"),
         (NoLoss, "forward of NoLoss returned a dict; return the loss, a tensor of one number"),
         (Detached, "the loss of Detached depends on no weight that trains"),
         (Raises, "forward of Raises raised KeyError: 'pixels'"),
@@ -229,7 +226,7 @@ def test_wrong_modules_are_one_line(tmp_path: Path, model: Any, message: str) ->
     assert "\n" not in str(error.value)
 
 
-def test_loggers_are_called_after_every_step_with_the_loss(tmp_path: Path) -> None:
+def test_loggers_are_called_after_every_step_with_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever ``save_steps`` is; a logger need not be ours, and an older signature works."""
     calls: list[Any] = []
 
@@ -256,6 +253,19 @@ def test_loggers_are_called_after_every_step_with_the_loss(tmp_path: Path) -> No
     calls.clear()
     run(tmp_path / "older", logger=Older(tmp_path / "older"), batch_size=2, save_steps=None)
     assert calls == [0, 1, 2, 3]
+    opened: list[Any] = []
+
+    def open_trackers(monitoring: Any, folder: Path, config: dict[str, Any]) -> list[Any]:
+        opened.append((monitoring.enable_wandb, monitoring.wandb_tracker_name, config["learning_rate"]))
+        return []
+
+    monkeypatch.setattr("sd3_light.tasks.train.open_trackers", open_trackers)
+    off: dict[str, Any] = {"enable_swanlab_log": False, "swanlab_project": "p", "enable_csv_log": True}
+    logger = ModelLogger(tmp_path, enable_tensorboard_log=True, enable_wandb_log=True, wandb_project="p", **off)
+    run(tmp_path, logger=logger, max_steps=1)
+    assert opened == [(True, "p", 1e-2)]
+    with pytest.raises(UserError, match="enable_swanlab_log is not supported; use enable_wandb_log"):
+        ModelLogger(tmp_path, enable_swanlab_log=True)
 
 
 def test_weights_are_renamed_by_prefix_and_converter(tmp_path: Path) -> None:
@@ -334,25 +344,7 @@ def test_bfloat16_weights_are_trained_in_float32(tmp_path: Path, capsys: pytest.
     assert {weight.dtype for weight in narrow.pipe.dit.parameters()} == {torch.float32}
     assert {weight.dtype for weight in narrow.pipe.vae.parameters()} == {torch.bfloat16}
     assert "the trained weights of Own are stored in float32 and computed in bfloat16" in capsys.readouterr().err
-
-
-@torch.no_grad()
-def test_a_validation_does_not_depend_on_the_epoch_of_its_samples() -> None:
-    module = task_model(Own())
-    assert isinstance(module, CustomForward)
-    samples = [{"data": Images(1)[0], "data_id": 3, "epoch": epoch, "repeat": epoch} for epoch in (0, 5)]
-
-    def loss(sample: dict[str, Any], quantile: float | None = None) -> float:
-        return module(module.preparer().prepare_inputs(rows_of(sample), quantile))["each"].item()
-
-    first, second = (loss(sample, 0.5) for sample in samples)
-    assert first == second
-    assert loss(samples[0], 0.6) != first, "every quantile is another draw"
-    assert loss(samples[0]) != loss(samples[1])
-
-
-def test_an_autocast_that_is_on_already_is_kept() -> None:
-    """Both compute in bfloat16 in a run; of two dtypes that of the caller counts."""
+    # both compute in bfloat16 in a run; of two dtypes that of the caller counts.
     seen: list[torch.dtype | bool] = []
 
     class Narrow(Own):
@@ -373,17 +365,16 @@ def test_an_autocast_that_is_on_already_is_kept() -> None:
     assert seen == [torch.bfloat16, True, torch.float16, True]
 
 
-def test_the_logger_takes_diffsynths_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[Any] = []
+@torch.no_grad()
+def test_a_validation_does_not_depend_on_the_epoch_of_its_samples() -> None:
+    module = task_model(Own())
+    assert isinstance(module, CustomForward)
+    samples = [{"data": Images(1)[0], "data_id": 3, "epoch": epoch, "repeat": epoch} for epoch in (0, 5)]
 
-    def open_trackers(monitoring: Any, folder: Path, config: dict[str, Any]) -> list[Any]:
-        opened.append((monitoring.enable_wandb, monitoring.wandb_tracker_name, config["learning_rate"]))
-        return []
+    def loss(sample: dict[str, Any], quantile: float | None = None) -> float:
+        return module(module.preparer().prepare_inputs(rows_of(sample), quantile))["each"].item()
 
-    monkeypatch.setattr("sd3_light.tasks.train.open_trackers", open_trackers)
-    off: dict[str, Any] = {"enable_swanlab_log": False, "swanlab_project": "p", "enable_csv_log": True}
-    logger = ModelLogger(tmp_path, enable_tensorboard_log=True, enable_wandb_log=True, wandb_project="p", **off)
-    run(tmp_path, logger=logger, max_steps=1)
-    assert opened == [(True, "p", 1e-2)]
-    with pytest.raises(UserError, match="enable_swanlab_log is not supported; use enable_wandb_log"):
-        ModelLogger(tmp_path, enable_swanlab_log=True)
+    first, second = (loss(sample, 0.5) for sample in samples)
+    assert first == second
+    assert loss(samples[0], 0.6) != first, "every quantile is another draw"
+    assert loss(samples[0]) != loss(samples[1])

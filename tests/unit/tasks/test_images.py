@@ -46,9 +46,7 @@ def folder(tmp_path: Path) -> Path:
 KEYS: dict[str, Any] = {"size_buckets": [[64, 32], [32, 32]]}
 
 
-def test_images_have_their_bucket_and_unusable_ones_are_listed(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_images_have_buckets_or_are_left_out(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     data = ImageFolder(folder, **KEYS)
     assert len(data) == 6
     by_prompt = {data[index]["prompt"]: (data[index], data.bucket_of(index)) for index in range(6)}
@@ -62,16 +60,10 @@ def test_images_have_their_bucket_and_unusable_ones_are_listed(
     assert reject.key.endswith("6.png")
     assert data.rejects_as_json()[0]["reason"] == reject.reason
     assert f"left out 1 inputs: 1 {reject.reason}" in capsys.readouterr().err
-
-
-def test_listed_images_are_left_out(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "exclude.txt").write_text("images#0/2.png\nimages#0/6.png\n", encoding="utf-8")
     data = ImageFolder(folder, exclude=str(tmp_path / "exclude.txt"), **KEYS)
     assert {data[index]["prompt"] for index in range(len(data))} == {f"image {number}" for number in (0, 1, 3, 4, 5)}
     assert data.rejects == ()
-
-
-def test_a_dataset_toml_gives_the_same_samples(folder: Path, tmp_path: Path) -> None:
     toml = tmp_path / "data.toml"
     toml.write_text('size_buckets = [[64, 32], [32, 32]]\n[[directory]]\npath = "images"\n', encoding="utf-8")
     assert [item["prompt"] for item in map(ImageFolder(toml).__getitem__, range(6))] == [
@@ -81,9 +73,7 @@ def test_a_dataset_toml_gives_the_same_samples(folder: Path, tmp_path: Path) -> 
         ImageFolder(toml, resolutions=[64])
 
 
-def test_images_are_decoded_once_to_check_them_and_again_when_they_are_used(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_are_decoded_once_to_check_and_again_to_be_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[Any] = []
     real = module.decode_images
     monkeypatch.setattr(module, "decode_images", lambda tasks: decoded.append(tasks) or real(tasks))
@@ -118,7 +108,7 @@ def truncate(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
-def test_images_that_cannot_be_decoded_are_left_out_with_the_reason(
+def test_broken_images_are_left_out(
     folder: Path, tmp_path: Path, workers: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = ImageFolder(folder, **KEYS)
@@ -241,6 +231,11 @@ def test_a_task_trains_on_a_folder_in_one_stage_or_two(folder: Path, tmp_path: P
     assert len(losses[0]) == 6
     assert losses[0] == losses[1]
     assert "6.png" in (tmp_path / "processed" / "rejects.jsonl").read_text(encoding="utf-8")
+    with pytest.raises(UserError, match=r"processed is the processed data of a script, not a cache: 6 samples in 2 sh"):
+        inspect_verb.run(tmp_path / "processed")
+    write_file_manifest(tmp_path, {}, 0)
+    with pytest.raises(UserError, match=r"manifest.json lists the sample files of a script's data process, not the sh"):
+        inspect_verb.run(tmp_path)
 
 
 def test_a_cut_image_changes_no_byte_of_the_processed_data(folder: Path, tmp_path: Path) -> None:
@@ -288,13 +283,3 @@ def test_a_task_resumes_when_an_image_that_was_deleted_is_restored(folder: Path,
             train(ImageFolder(folder, num_workers=0, **KEYS))
     (folder / "0.png").write_bytes(content)
     assert train(ImageFolder(folder, num_workers=0, **KEYS)).step == 6
-
-
-def test_inspect_says_what_processed_data_is(folder: Path, tmp_path: Path) -> None:
-    data = ImageFolder(folder, num_workers=0, **KEYS)
-    processed = launch_data_process_task(None, data, Tiny(), ModelLogger(tmp_path / "processed"), num_workers=0)
-    with pytest.raises(UserError, match=r"processed is the processed data of a script, not a cache: 6 samples in 2 sh"):
-        inspect_verb.run(processed)
-    write_file_manifest(tmp_path, {}, 0)
-    with pytest.raises(UserError, match=r"manifest.json lists the sample files of a script's data process, not the sh"):
-        inspect_verb.run(tmp_path)

@@ -31,7 +31,7 @@ def stock_pixels() -> Tensor:
 
 
 @torch.no_grad()
-def test_scale_and_shift_as_in_flux() -> None:
+def test_latents_are_those_of_flux_qwen_image_and_sana_and_keep_frames() -> None:
     torch.manual_seed(0)
     vae = make_vae("flux")
     pipe: Any = SimpleNamespace(vae=vae.eval())
@@ -41,10 +41,6 @@ def test_scale_and_shift_as_in_flux() -> None:
         expected = stock(pipe, stock_pixels(), None)[0]
     assert torch.allclose(latent_of(vae, noise=0.5), expected, atol=1e-6)
     assert expected.shape == (4, 4, 6)
-
-
-@torch.no_grad()
-def test_mean_and_deviation_of_a_video_vae_as_in_qwen_image() -> None:
     torch.manual_seed(0)
     vae = make_vae("qwen_image")
     pipe: Any = SimpleNamespace(vae=vae.eval())
@@ -53,38 +49,15 @@ def test_mean_and_deviation_of_a_video_vae_as_in_qwen_image() -> None:
     result = expected(pipe, stock_pixels()[:, :, None], None)
     assert result.shape == (1, 4, 1, 4, 6)
     assert torch.allclose(latent_of(vae), result[0, :, 0], atol=1e-6)
-
-
-@torch.no_grad()
-def test_an_autoencoder_without_a_distribution_as_in_sana() -> None:
     torch.manual_seed(0)
     vae = make_vae("sana")
     expected = vae.eval().encode(stock_pixels()).latent * vae.config.scaling_factor
     assert torch.allclose(latent_of(vae, noise=9.0), expected[0], atol=1e-6), "nothing is drawn"
-
-
-@torch.no_grad()
-def test_a_video_keeps_its_frames() -> None:
     torch.manual_seed(0)
     vae, video = make_vae("qwen_image"), np.stack([PIXELS] * 5)
     latents = latent_of(vae, EncodeVideo(), video=video)
     assert latents.shape == (4, 2, 4, 6), "four frames after the first share one latent frame"
     assert torch.allclose(latents[:, 0], latent_of(vae), atol=1e-5), "the first frame is encoded alone"
-
-
-def test_without_statistics_a_latent_stays() -> None:
-    latent = torch.randn(4, 2, 2)
-    assert torch.equal(normalise_latent(latent, SimpleNamespace()), latent)
-
-
-def wan_vae() -> Any:
-    """Return a tiny VAE of Wan."""
-    statistics = {"latents_mean": [-0.5, 0.1, 0.2, 0.9], "latents_std": [2.0, 1.5, 0.8, 1.2]}
-    return diffusers.AutoencoderKLWan(base_dim=8, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, **statistics)
-
-
-@torch.no_grad()
-def test_means_of_a_video_take_half_the_space() -> None:
     torch.manual_seed(0)
     vae, video = wan_vae(), np.stack([PIXELS] * 5)
     assert torch.equal(
@@ -92,6 +65,12 @@ def test_means_of_a_video_take_half_the_space() -> None:
     )
     module = SimpleNamespace(vae=vae)
     assert EncodeVideo(sample=False).run(module, video=torch.from_numpy(video))["moments"].shape[0] == vae.config.z_dim
+
+
+def wan_vae() -> Any:
+    """Return a tiny VAE of Wan."""
+    statistics = {"latents_mean": [-0.5, 0.1, 0.2, 0.9], "latents_std": [2.0, 1.5, 0.8, 1.2]}
+    return diffusers.AutoencoderKLWan(base_dim=8, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, **statistics)
 
 
 @pytest.mark.parametrize(("frames", "remedy"), [(4, 1), (8, 5), (16, 13)])
@@ -125,3 +104,5 @@ def test_packing_is_that_of_flux_and_can_be_undone() -> None:
     assert torch.equal(unpack_latents(pack_latents(latents, 1), 6, 8, 1), latents)
     with pytest.raises(UserError, match="latents of 5 x 8 cannot be packed into patches of 2; crop the images"):
         pack_latents(latents[:, :, :5])
+    latent = torch.randn(4, 2, 2)
+    assert torch.equal(normalise_latent(latent, SimpleNamespace()), latent)

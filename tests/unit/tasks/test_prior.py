@@ -1,12 +1,16 @@
-"""Prior preservation and preferences as tasks: class images are drawn once, and a LoRA learns a preference."""
+"""Prior preservation, preferences, and the script of a tutorial as tasks."""
 
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from PIL import Image
+from safetensors.torch import load_file
 from torch.utils.data import Dataset
 
 from sd3_light.config.faults import UserError
@@ -15,7 +19,18 @@ from sd3_light.tasks import ClassPictures, FlowMatchDPOLoss, ModelLogger, WithPr
 from tests.unit.tasks.toy import Images, Toy
 
 
-def test_class_images_are_drawn_once(tmp_path: Path) -> None:
+def test_class_images_are_weighted_and_drawn_once(tmp_path: Path) -> None:
+    """With weight 0 they change only the mean over the batch."""
+    both = WithPrior(Images(2), Images(2), 0.0)
+    assert [both[index]["loss_weight"] for index in range(4)] == [1.0, 1.0, 0.0, 0.0]
+    model = Toy()
+    samples = [{"data": both[index], "data_id": index, "epoch": 0, "repeat": 0} for index in range(4)]
+    each = model.each(samples)
+    assert (each[:2] > 0).all()
+    assert (each[2:] == 0).all()
+    assert torch.equal(
+        each[:2], model.each([{**sample, "data": Images(2)[index]} for index, sample in enumerate(samples[:2])])
+    )
     drawn: list[tuple[str, int]] = []
 
     def make(prompt: str, seed: int) -> Image.Image:
@@ -33,20 +48,6 @@ def test_class_images_are_drawn_once(tmp_path: Path) -> None:
     assert drawn[3:] == [("a dog", 0), ("a cat", 0)], "another model or prompt is drawn again"
     with pytest.raises(UserError, match="0 class images"):
         ClassPictures(tmp_path, "a dog", 0, make, {})
-
-
-def test_class_images_are_weighted(tmp_path: Path) -> None:
-    """With weight 0 they change only the mean over the batch."""
-    both = WithPrior(Images(2), Images(2), 0.0)
-    assert [both[index]["loss_weight"] for index in range(4)] == [1.0, 1.0, 0.0, 0.0]
-    model = Toy()
-    samples = [{"data": both[index], "data_id": index, "epoch": 0, "repeat": 0} for index in range(4)]
-    each = model.each(samples)
-    assert (each[:2] > 0).all()
-    assert (each[2:] == 0).all()
-    assert torch.equal(
-        each[:2], model.each([{**sample, "data": Images(2)[index]} for index, sample in enumerate(samples[:2])])
-    )
 
 
 class Pairs(Dataset[Any]):
@@ -71,3 +72,27 @@ def test_a_lora_learns_a_preference(tmp_path: Path) -> None:
     whole.units, whole.loss = (), FlowMatchDPOLoss()
     with pytest.raises(UserError, match="train an adapter"):
         whole.each([Pairs()[0]])
+
+
+SCRIPT = Path(__file__).with_name("tutorial_script.py")
+
+
+def losses(out: Path) -> list[float]:
+    return [event["loss"] for event in read_log(out / "log.jsonl") if event["event"] == "step"]
+
+
+def test_the_script_of_the_tutorial_runs_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two stages have the losses of one, and only the LoRA is saved."""
+    torch.set_num_threads(1)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    for task in ("one", "data_process", "train"):
+        monkeypatch.setattr(sys, "argv", [str(SCRIPT), str(tmp_path), task])
+        AcceleratorState._reset_state(reset_partial_state=True)
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert len(list((tmp_path / "cache" / "0").glob("*.pth"))) == 4
+    assert losses(tmp_path / "one") == losses(tmp_path / "train")
+    assert len(losses(tmp_path / "one")) == 4
+    saved = load_file(tmp_path / "train" / "epoch-1.safetensors")
+    assert set(saved) == {"pipe.dit.lora_A.weight", "pipe.dit.lora_B.weight"}
+    assert saved["pipe.dit.lora_B.weight"].abs().max() > 0

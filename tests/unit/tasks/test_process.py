@@ -35,7 +35,7 @@ def losses(out: Path, data: Any, model: Toy | None = None, **settings: Any) -> l
     return [event["loss"] for event in read_log(out / "log.jsonl") if event["event"] == "step"]
 
 
-def test_two_stages_train_as_one(tmp_path: Path) -> None:
+def test_two_stages_train_as_one_from_a_folder_or_a_url(tmp_path: Path) -> None:
     data = Images(6, mixed=True)
     assert process(tmp_path / "cache", data) == 6
     processed = ProcessedDataset(tmp_path / "cache")
@@ -47,6 +47,11 @@ def test_two_stages_train_as_one(tmp_path: Path) -> None:
     assert Encode.runs == before
     assert two == losses(tmp_path / "one", data)
     assert len(two) == 8
+    there = ProcessedDataset((tmp_path / "cache").as_uri(), stream_cache_dir=tmp_path / "fetched")
+    assert losses(tmp_path / "there", there) == losses(tmp_path / "here", ProcessedDataset(tmp_path / "cache"))
+    assert len(list((tmp_path / "fetched").rglob("*.safetensors"))) == 2
+    with pytest.raises(UserError, match="no cache at"):
+        ProcessedDataset((tmp_path / "nothing").as_uri())
 
 
 def test_workers_are_forks_whatever_the_default(tmp_path: Path) -> None:
@@ -96,15 +101,6 @@ def test_shards_have_the_format_of_caches(tmp_path: Path) -> None:
     )
 
 
-def test_shards_are_read_from_a_url(tmp_path: Path) -> None:
-    process(tmp_path / "cache", Images(6, mixed=True))
-    there = ProcessedDataset((tmp_path / "cache").as_uri(), stream_cache_dir=tmp_path / "fetched")
-    assert losses(tmp_path / "there", there) == losses(tmp_path / "here", ProcessedDataset(tmp_path / "cache"))
-    assert len(list((tmp_path / "fetched").rglob("*.safetensors"))) == 2
-    with pytest.raises(UserError, match="no cache at"):
-        ProcessedDataset((tmp_path / "nothing").as_uri())
-
-
 def test_samples_of_unequal_shapes_without_buckets_get_their_own_shards(tmp_path: Path) -> None:
     data = Images(6, mixed=True)
     assert process(tmp_path / "cache", data, bucket_of=lambda index: 0) == 6
@@ -131,10 +127,6 @@ def test_a_window_keeps_steps_within_few_shards(tmp_path: Path) -> None:
     assert [len({index // 4 for index in seen[start : start + 4]}) for start in (0, 4, 8)] == [1, 1, 1]
     with pytest.raises(UserError, match="shuffle_window is a number of shards of a ProcessedDataset"):
         losses(tmp_path / "other", Images(4), shuffle_window=1)
-
-
-def test_shards_of_the_next_window_are_fetched_early(tmp_path: Path) -> None:
-    process(tmp_path / "cache", Images(12), shard_size=4)
     data = ProcessedDataset((tmp_path / "cache").as_uri(), stream_cache_dir=tmp_path / "fetched")
     assert data.shards is not None
     samples = SampleOrder(data, 0, 2, window=1)

@@ -46,9 +46,7 @@ def processed(out: Path, mixed: bool = False) -> ProcessedDataset:
 
 
 @pytest.mark.parametrize("residence", ["host", "device"])
-def test_shards_in_memory_have_the_losses_of_the_stream(
-    tmp_path: Path, residence: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_in_memory_train_as_streamed(tmp_path: Path, residence: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU its own memory is that of the device. Without a setting a CPU streams."""
     data = processed(tmp_path / "cache")
     expected = losses(tmp_path / "stream", data, Texts(), shuffle_window=1)
@@ -111,7 +109,7 @@ def test_auto_counts_what_training_needs(tmp_path: Path, monkeypatch: pytest.Mon
     assert CONTEXT_BYTES < room.training < CONTEXT_BYTES + 2**20
 
 
-def test_other_data_are_not_held_in_memory(tmp_path: Path) -> None:
+def test_other_data_are_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match='cache_residence="host" is about the shards of a ProcessedDataset; leave it'):
         losses(tmp_path / "a", Images(2), cache_residence="host")
     with pytest.raises(UserError, match="cache_residence is 'disk'; give one of"):
@@ -120,10 +118,6 @@ def test_other_data_are_not_held_in_memory(tmp_path: Path) -> None:
     own: Any = Own()
     with pytest.raises(UserError, match='cache_residence="device" needs a module with denoise; use "host"'):
         losses(tmp_path / "b", ProcessedDataset(tmp_path / "cache"), own, cache_residence="device")
-
-
-def test_a_cache_that_does_not_fit_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    process(tmp_path / "cache", Images(2))
     monkeypatch.setattr("sd3_light.data.manifest.available_memory", lambda: 10)
     with pytest.raises(UserError, match=r"the cache takes .* of memory are free"):
         losses(tmp_path / "a", ProcessedDataset(tmp_path / "cache"), cache_residence="host")

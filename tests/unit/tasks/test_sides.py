@@ -66,9 +66,7 @@ def train(out: Path, data: Any, **settings: Any) -> list[dict[str, Any]]:
     return list(read_log(out / "log.jsonl"))
 
 
-def test_training_leaves_out_what_is_evaluated(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_leaves_out_evaluated(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = Recorded(folder, **KEYS)
     assert "validation: 2 of 12 images are held out" in capsys.readouterr().err
     assert isinstance(data.sides, Sides)
@@ -101,6 +99,9 @@ def test_two_stages_hold_out_the_same_images(folder: Path, tmp_path: Path) -> No
         first, second = ([event[value] for event in events if event["event"] == kind] for events in (one, two))
         assert first == pytest.approx(second, rel=1e-6)
     train(tmp_path / "window", processed, **settings, shuffle_window=1)
+    other = ImageFolder(folder, resolutions=[32])
+    events = train(tmp_path / "out", data, eval_steps=10, num_epochs=1, eval_dataset=other)
+    assert [event["set"] for event in events if event["event"] == "eval"] == ["validation", "eval"]
 
 
 def test_a_folder_that_is_not_divided_stays_so(folder: Path, tmp_path: Path) -> None:
@@ -110,18 +111,20 @@ def test_a_folder_that_is_not_divided_stays_so(folder: Path, tmp_path: Path) -> 
     assert ProcessedDataset(tmp_path / "cache").sides is None
     with pytest.raises(UserError, match="eval_steps needs eval_dataset beside it, or ImageFolder with validation"):
         train(tmp_path / "out", data, eval_steps=5)
-
-
-def test_an_evaluation_set_is_evaluated_too(folder: Path, tmp_path: Path) -> None:
-    data = ImageFolder(folder, **KEYS)
-    other = ImageFolder(folder, resolutions=[32])
-    events = train(tmp_path / "out", data, eval_steps=10, num_epochs=1, eval_dataset=other)
-    assert [event["set"] for event in events if event["event"] == "eval"] == ["validation", "eval"]
+    data = ImageFolder(folder, resolutions=[32, 64], validation=True)
+    by_prompt: dict[str, set[str]] = {}
+    for index, side in enumerate(data.sides.names):
+        by_prompt.setdefault(data[index]["prompt"], set()).add(side)
+    assert len(data) == 24
+    assert all(len(sides) == 1 for sides in by_prompt.values())
+    assert parse_sides(["train", "validation"], 2).indices("validation") == [1]
+    for names in (["train"], ["train", "test"]):
+        with pytest.raises(ValueError, match="not valid"):
+            parse_sides(names, 2)
 
 
 def test_a_catalogue_remembers_the_sides(folder: Path, tmp_path: Path) -> None:
     def names(data: ImageFolder) -> dict[str, str]:
-        assert data.sides is not None
         return {data[index]["prompt"]: side for index, side in enumerate(data.sides.names)}
 
     before = names(ImageFolder(folder, catalogue=tmp_path / "catalogue", **KEYS))
@@ -131,20 +134,3 @@ def test_a_catalogue_remembers_the_sides(folder: Path, tmp_path: Path) -> None:
         Image.fromarray(pixels).resize((40, 40), Image.Resampling.NEAREST).save(folder / f"{number}.png")
         (folder / f"{number}.txt").write_text(f"image {number}", encoding="utf-8")
     assert before.items() <= names(ImageFolder(folder, catalogue=tmp_path / "catalogue", **KEYS)).items()
-
-
-def test_two_resolutions_of_an_image_are_on_one_side(folder: Path) -> None:
-    data = ImageFolder(folder, resolutions=[32, 64], validation=True)
-    assert data.sides is not None
-    by_prompt: dict[str, set[str]] = {}
-    for index, side in enumerate(data.sides.names):
-        by_prompt.setdefault(data[index]["prompt"], set()).add(side)
-    assert len(data) == 24
-    assert all(len(sides) == 1 for sides in by_prompt.values())
-
-
-def test_damaged_sides_are_refused() -> None:
-    assert parse_sides(["train", "validation"], 2).indices("validation") == [1]
-    for names in (["train"], ["train", "test"]):
-        with pytest.raises(ValueError, match="not valid"):
-            parse_sides(names, 2)

@@ -164,10 +164,7 @@ def test_a_batch_holds_what_is_read_and_stacks_what_is_equal() -> None:
         "name",
     }
     assert stacked(Model(encode), samples(noisy_image)).get("noise") is None, "the latents' shape is not known yet"
-
-
-def test_wrappers_of_the_module_do_not_look_into_a_batch() -> None:
-    """FSDP would cast times and noise to bfloat16."""
+    # fSDP would cast times and noise to bfloat16.
     batch = stacked(Model(), samples(item))
     assert pytree.tree_leaves(batch) == [batch]
 
@@ -321,10 +318,7 @@ def test_text_dropout_does_not_read_from_the_device() -> None:
     device, host = (model._draw(batch.host, 0)("a", (2,), on_host) for on_host in (False, True))
     assert torch.equal(device, host)
 
-
-def test_the_empty_text_outlives_its_batch() -> None:
-    """What an encoder passes on from its sample is in memory that later batches overwrite."""
-
+    # what an encoder passes on from its sample is in memory that later batches overwrite.
     @unit("text", "pooled")
     def passes_on(module: Any, prompt: str, features: Tensor) -> Any:
         return torch.ones(2, 8), features

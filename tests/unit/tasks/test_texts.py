@@ -51,7 +51,7 @@ def lengths(module: Module, samples: list[Any], quantile: float | None = None) -
     return [int(length) for length in module.seen[-1]["length"]]
 
 
-def test_texts_are_dropped_with_the_probability_and_again_in_each_epoch() -> None:
+def test_texts_are_dropped_together_again_in_each_epoch_and_never_in_validation() -> None:
     module = Module()
     epochs = [lengths(module, [sample(index, epoch) for index in range(300)]) for epoch in (0, 1, 0)]
     shares = [sum(length == 0 for length in epoch) / 300 for epoch in epochs]
@@ -59,16 +59,9 @@ def test_texts_are_dropped_with_the_probability_and_again_in_each_epoch() -> Non
     assert epochs[0] == epochs[2] != epochs[1]
     alone = [lengths(module, [sample(index)])[0] for index in range(20)]
     assert alone == epochs[0][:20], "a sample's draw does not depend on its batch"
-
-
-def test_everything_that_the_encoder_writes_is_dropped_together() -> None:
-    module = Module()
     module.each([sample(index) for index in range(50)])
     inputs = module.seen[-1]
     assert [int(count) for count in inputs["text_mask"].sum(1)] == [int(length) + 1 for length in inputs["length"]]
-
-
-def test_validation_drops_nothing_and_the_empty_text_is_encoded_once() -> None:
     module = Module()
     CALLS.clear()
     assert 0 not in lengths(module, [sample(index) for index in range(50)], quantile=0.5)
@@ -94,10 +87,6 @@ def test_texts_of_unequal_length_have_the_losses_of_single_samples() -> None:
     assert module.seen[-1]["text"].shape == (3, 7, 1)
     alone = torch.cat([module.each([item]) for item in samples])
     assert torch.allclose(together, alone, rtol=1e-6)
-
-
-def test_unequal_widths_are_an_error_that_names_pads() -> None:
-    module = Module(encode_text)
     module.pads = ()
     with pytest.raises(UserError, match=r"'text' of shapes .* name texts of unequal length in pads"):
         module.each([sample(0), sample(1)])

@@ -66,20 +66,18 @@ def test_a_task_trains_and_logs_its_steps(tmp_path: Path) -> None:
     assert torch.equal(model.encoder.weight, frozen), "everything outside the denoiser is frozen"
     file = load_file(tmp_path / "step-10.safetensors")
     assert all(torch.equal(file[name], weight) for name, weight in model.transformer.state_dict().items())
-
-
-def test_an_epoch_sees_every_sample_once_and_shuffles(tmp_path: Path) -> None:
-    seen: list[int] = []
-
-    class Recorded(Images):
-        def __getitem__(self, index: int) -> dict[str, Any]:
-            seen.append(index)
-            return super().__getitem__(index)
-
-    run(tmp_path, data=Recorded(), num_epochs=2, batch_size=4)
-    first, second = seen[:8], seen[8:]
-    assert sorted(first) == sorted(second) == list(range(8))
-    assert first != second
+    # their mean over samples is the loss, also with accumulation.
+    events = run(tmp_path / "bands", batch_size=2, gradient_accumulation_steps=2, logging_steps=2)
+    (first,) = [event for event in events if event["event"] == "step"]
+    assert set(first["band"]) <= set(BAND_NAMES)
+    assert len(first["band"]) > 1
+    whole = Toy()
+    samples = [{"data": Images()[n], "data_id": n, "epoch": 0, "repeat": 0} for n in range(8)]
+    batch = whole.preparer().prepare_inputs(rows_of(samples))
+    with torch.no_grad():
+        bands = micro_losses(UnitModel(whole), batch, torch.device("cpu"))[1]
+    assert bands[1].sum() == 8
+    assert {name for name, count in zip(BAND_NAMES, bands[1], strict=True) if count} == set(first["band"])
 
 
 def test_saves_by_epoch_by_step_and_by_a_custom_hook(tmp_path: Path) -> None:
@@ -98,6 +96,17 @@ def test_saves_by_epoch_by_step_and_by_a_custom_hook(tmp_path: Path) -> None:
     launch_training_task(Accelerator(cpu=True), Images(), Toy(), Hook(tmp_path / "hook"), **settings)
     assert called == [0, 1, 2, 3]
     assert saved(tmp_path / "hook") == {"step-2", "step-4"}
+    seen: list[int] = []
+
+    class Recorded(Images):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            seen.append(index)
+            return super().__getitem__(index)
+
+    run(tmp_path / "shuffled", data=Recorded(), num_epochs=2, batch_size=4)
+    first, second = seen[:8], seen[8:]
+    assert sorted(first) == sorted(second) == list(range(8))
+    assert first != second
 
 
 class OurLogger(ModelLogger):
@@ -153,10 +162,12 @@ def test_the_last_step_is_always_saved_and_once(tmp_path: Path, kind: Any) -> No
     )
 
 
-def test_a_stale_file_is_replaced_by_a_new_task(tmp_path: Path) -> None:
+def test_a_stale_file_is_replaced_and_what_a_killed_task_left_is_removed(tmp_path: Path) -> None:
+    leftover = leave(tmp_path / "step-5.safetensors")
     (tmp_path / "step-3.safetensors").write_bytes(b"of another program")
     run(tmp_path, save_steps=None, max_steps=3, batch_size=2)
     assert load_file(tmp_path / "step-3.safetensors")
+    assert not leftover.exists()
 
 
 def test_a_signal_ends_a_script_with_one_line_and_exit_code_75(tmp_path: Path) -> None:
@@ -213,13 +224,6 @@ def test_an_interrupted_task_resumes_exactly(tmp_path: Path, adapter: bool) -> N
         run(tmp_path / "broken", model(), resume=True, **{**settings, "batch_size": 4})
 
 
-def test_drawn_frames_are_saved_as_a_video(tmp_path: Path) -> None:
-    frames = [Image.new("RGB", (16, 16), (40 * number, 0, 0)) for number in range(5)]
-    run(tmp_path, Toy(), draw=lambda model: frames, draw_steps=4, max_steps=4)
-    with Image.open(tmp_path / "samples" / "step-00000004.gif") as video:
-        assert video.n_frames == 5
-
-
 @pytest.mark.parametrize("drawn", [[], [1], 1])
 def test_something_else_than_an_image_or_frames_is_an_error(tmp_path: Path, drawn: Any) -> None:
     with pytest.raises(
@@ -245,6 +249,10 @@ def test_evaluation_and_images_use_the_average(tmp_path: Path, capsys: pytest.Ca
     assert (tmp_path / "samples" / "step-00000004.png").is_file()
     assert not torch.equal(seen[0], model.transformer.weight)
     assert torch.equal(seen[0], load_file(tmp_path / "step-4.safetensors")["weight"])
+    frames = [Image.new("RGB", (16, 16), (40 * number, 0, 0)) for number in range(5)]
+    run(tmp_path / "frames", Toy(), draw=lambda model: frames, draw_steps=4, max_steps=4)
+    with Image.open(tmp_path / "frames" / "samples" / "step-00000004.gif") as video:
+        assert video.n_frames == 5
 
 
 def test_validation_at_fixed_times_does_not_depend_on_the_distribution(tmp_path: Path) -> None:
@@ -277,14 +285,6 @@ class OtherLoss:
         return inputs["latents"].flatten(1).mean(1)
 
 
-def test_fixed_times_need_a_loss_with_quantiles(tmp_path: Path) -> None:
-    model: Any = Toy()
-    model.loss = OtherLoss()
-    settings: dict[str, Any] = {"eval_dataset": Images(3), "eval_steps": 1, "eval_at_fixed_t": True}
-    with pytest.raises(UserError, match="eval_at_fixed_t needs a loss that draws times from quantiles"):
-        run(tmp_path, model, **settings)
-
-
 def test_args_override_and_unknown_settings_are_named(tmp_path: Path) -> None:
     args = Namespace(learning_rate=1e-3, num_epochs=2, lora_rank=None, batch_size=4)
     assert steps(run(tmp_path / "args", args=args), "lr") == [(step, 1e-3) for step in range(1, 5)]
@@ -292,6 +292,11 @@ def test_args_override_and_unknown_settings_are_named(tmp_path: Path) -> None:
         run(tmp_path / "unknown", batchsize=4)
     with pytest.raises(UserError, match="batch_size is 0; give an integer >= 1"):
         run(tmp_path / "zero", batch_size=0)
+    model: Any = Toy()
+    model.loss = OtherLoss()
+    settings: dict[str, Any] = {"eval_dataset": Images(3), "eval_steps": 1, "eval_at_fixed_t": True}
+    with pytest.raises(UserError, match="eval_at_fixed_t needs a loss that draws times from quantiles"):
+        run(tmp_path, model, **settings)
 
 
 def test_unsupported_accelerators_are_rejected(tmp_path: Path) -> None:
@@ -340,32 +345,14 @@ def test_an_engine_without_an_accelerator_trains_the_same(tmp_path: Path) -> Non
         engine="torch",
     )
     assert steps(list(read_log(tmp_path / "two" / "log.jsonl")), "loss", "grad_norm") == expected
-
-
-def test_a_logger_of_the_package_needs_no_accelerator(tmp_path: Path) -> None:
-    """It uses one, also with an engine that needs none."""
-    model, logger = Toy(), PackageLogger(tmp_path)
+    # it uses one, also with an engine that needs none.
+    model, logger = Toy(), PackageLogger(tmp_path / "package")
     launch_training_task(None, Images(), model, logger, num_workers=0, max_steps=2, engine="torch")  # type: ignore[arg-type]
     assert logger.files == ["step-2"]
-    file = load_file(tmp_path / "step-2.safetensors")
+    file = load_file(tmp_path / "package" / "step-2.safetensors")
     assert all(
         torch.equal(file[f"transformer.{name}"], weight) for name, weight in model.transformer.state_dict().items()
     )
-
-
-def test_the_log_has_the_loss_by_bands_of_timesteps(tmp_path: Path) -> None:
-    """Their mean over samples is the loss, also with accumulation."""
-    events = run(tmp_path, batch_size=2, gradient_accumulation_steps=2, logging_steps=2)
-    (first,) = [event for event in events if event["event"] == "step"]
-    assert set(first["band"]) <= set(BAND_NAMES)
-    assert len(first["band"]) > 1
-    whole = Toy()
-    samples = [{"data": Images()[n], "data_id": n, "epoch": 0, "repeat": 0} for n in range(8)]
-    batch = whole.preparer().prepare_inputs(rows_of(samples))
-    with torch.no_grad():
-        bands = micro_losses(UnitModel(whole), batch, torch.device("cpu"))[1]
-    assert bands[1].sum() == 8
-    assert {name for name, count in zip(BAND_NAMES, bands[1], strict=True) if count} == set(first["band"])
 
 
 def test_bf16_narrows_frozen_weights_but_not_the_adapter(
@@ -443,12 +430,6 @@ def test_padding_is_not_counted_in_validation() -> None:
     assert count == 2
 
 
-def test_what_a_killed_task_left_is_removed(tmp_path: Path) -> None:
-    leftover = leave(tmp_path / "step-5.safetensors")
-    run(tmp_path)
-    assert not leftover.exists()
-
-
 def test_several_averages_are_validated_saved_and_resumed(tmp_path: Path) -> None:
     """With the keys of [ema]; a resumed task ends with the same files."""
     tracks = {"decay": 0.5, "update_every": 1, "track": [{"name": "long", "decay": 0.9}]}
@@ -518,12 +499,6 @@ def test_an_objective_of_the_core_trains_a_task(tmp_path: Path) -> None:
     assert alone == pytest.approx(plain)
 
 
-def test_the_export_verb_names_the_file_of_a_script(tmp_path: Path) -> None:
-    run(tmp_path / "run", max_steps=1)
-    with pytest.raises(UserError, match=r"is the run of a script, whose logger saved step-1.safetensors there"):
-        export_verb.run(tmp_path / "run", tmp_path / "out")
-
-
 @pytest.mark.parametrize("best", [False, True])
 def test_other_verbs_name_the_newest_file_of_a_script(tmp_path: Path, best: bool) -> None:
     folder = tmp_path / "run"
@@ -537,3 +512,5 @@ def test_other_verbs_name_the_newest_file_of_a_script(tmp_path: Path, best: bool
         choose_model(folder, best)
     with pytest.raises(UserError, match=message):
         convert.run(folder, tmp_path / "out.safetensors")
+    with pytest.raises(UserError, match=r"is the run of a script, whose logger saved step-10.safetensors there"):
+        export_verb.run(folder, tmp_path / "export")

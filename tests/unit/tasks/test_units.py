@@ -72,9 +72,6 @@ def test_the_split_is_derived() -> None:
     assert names(split.drawn) == ["DrawLatents", "Later"]
     assert names(split.gradient) == ["Learned"]
     assert set(split.stored) == {"moments", "text", "mask", "loss_weight"}, "and the optional inputs of the loss"
-
-
-def test_a_part_that_trains_is_never_cached() -> None:
     module = Module()
     module.vae.requires_grad_(True)
     split = split_units(module, module.units, ("latents", "context"))
@@ -100,8 +97,6 @@ def test_errors_name_unit_and_value() -> None:
     with pytest.raises(UserError, match="unit Encode reads 'image'; it is neither in the data nor written"):
         Module().each([bare])
 
-
-def test_a_unit_must_write_what_it_declares() -> None:
     class WrongWrites(Encode):
         def run(self, module: Any, image: Tensor, extra: float = 0.0) -> dict[str, Tensor]:
             return {"other": image}

@@ -178,6 +178,12 @@ def test_wrong_paths(tmp_path: Path) -> None:
         dataset(tmp_path / "missing")
     with pytest.raises(UserError, match=r"no usable video: no file ends in \.gif, \.m4v"):
         dataset(tmp_path)
+    write_files(tmp_path, {"a.mp4": b"x", "a.txt": "a", "b.png": b"x", "b.txt": "b", "c.avi": b"x", "d.heic": b"x"})
+    assert [item.key for item in scan(directory(tmp_path), 0)] == [
+        f"{tmp_path.name}#0/{name}" for name in ("b.png", "d.heic")
+    ]
+    keys = [item.key for item in scan(directory(tmp_path), 0, VIDEOS)]
+    assert keys == [f"{tmp_path.name}#0/{name}" for name in ("a.mp4", "c.avi")]
 
 
 def test_without_pyav_only_gifs_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,12 +195,3 @@ def test_without_pyav_only_gifs_are_read(tmp_path: Path, monkeypatch: pytest.Mon
         pq.write_table(pa.table({"video": [b"\x1aE\xdf\xa3"], "text": ["a caption"]}), folder / "a.parquet")
         with pytest.raises(UserError, match=r"pip install 'sd3-light\[video\]'"):
             dataset(folder, num_workers=1)
-
-
-def test_images_and_videos_are_scanned_apart(tmp_path: Path) -> None:
-    write_files(tmp_path, {"a.mp4": b"x", "a.txt": "a", "b.png": b"x", "b.txt": "b", "c.avi": b"x", "d.heic": b"x"})
-    assert [item.key for item in scan(directory(tmp_path), 0)] == [
-        f"{tmp_path.name}#0/{name}" for name in ("b.png", "d.heic")
-    ]
-    keys = [item.key for item in scan(directory(tmp_path), 0, VIDEOS)]
-    assert keys == [f"{tmp_path.name}#0/{name}" for name in ("a.mp4", "c.avi")]

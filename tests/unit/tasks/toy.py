@@ -36,10 +36,7 @@ class Images(Dataset[Any]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         side = int(self.bucket_of(index))
-        return {
-            "image": torch.randn(3, side, side, generator=torch.Generator().manual_seed(index)),
-            "name": str(index),
-        }
+        return {"image": torch.randn(3, side, side, generator=torch.Generator().manual_seed(index)), "name": str(index)}
 
 
 class Encode(PipelineUnit):
