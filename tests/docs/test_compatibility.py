@@ -14,7 +14,7 @@ def read(page: str) -> str:
     return (ROOT / page).read_text(encoding="utf-8")
 
 
-def test_the_matrix_names_the_tested_versions() -> None:
+def test_the_matrix_names_tested_versions_tests_and_differences() -> None:
     """The installed ones, and the older ones of the documented command."""
     page = read(PAGE)
     pinned = dict(re.findall(r"^(\S+)==(\S+)$", read("constraints.txt"), re.MULTILINE))
@@ -22,17 +22,11 @@ def test_the_matrix_names_the_tested_versions() -> None:
     older = dict(pin.split("==") for pin in command.split())
     assert [client for client in CLIENTS if pinned[client] not in page] == []
     assert [client for client, version in older.items() if version not in page] == []
-
-
-def test_the_matrix_names_existing_tests() -> None:
     files = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
     named = set(re.findall(r"test_\w+\.py", read(PAGE)))
     assert named
     assert named <= files
-
-
-def test_the_differences_of_clients_are_documented() -> None:
-    """ComfyUI's scheduler and T5 length; the dual attention of sd-scripts."""
+    # comfyUI's scheduler and T5 length; the dual attention of sd-scripts.
     (section,) = re.findall(r"^## In ComfyUI\n(.*?)^## ", read("docs/formats/single-file.md"), re.MULTILINE | re.DOTALL)
     lines = section.splitlines()
     assert any("`normal`" in line and "diffusers" in line for line in lines)

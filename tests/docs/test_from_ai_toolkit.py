@@ -22,18 +22,14 @@ def project(page: Any, tmp_path: Path) -> Path:
     return tmp_path / "person.toml"
 
 
-def test_the_converted_example_loads(project: Path) -> None:
+def test_the_converted_example_loads_with_all_linear_layers_of_the_blocks(project: Path) -> None:
     loaded = load_config(project)
     train = loaded.train
-    assert train.adapter is not None
     assert (train.adapter.rank, train.adapter.base_bits, train.optimizer.type) == (16, 8, "adamw8bit")
     assert (train.model.shift, train.model.uncond_text_dropout_prob) == (1.0, 0.05)
     (directory,) = loaded.dataset.directories
     assert [side for side, _ in directory.resolutions] == [512, 768, 1024]
-
-
-def test_its_layers_are_all_linear_layers_of_the_blocks(project: Path) -> None:
-    """ai-toolkit trains every linear layer whose name contains transformer_blocks."""
+    # ai-toolkit trains every linear layer whose name contains transformer_blocks.
     adapter = load_config(project).train.adapter
     assert adapter is not None
     with torch.device("meta"):

@@ -21,18 +21,14 @@ def project(page: Any, tmp_path: Path) -> Path:
     return tmp_path / "zorb.toml"
 
 
-def test_the_converted_example_loads(project: Path) -> None:
+def test_the_converted_example_loads_with_all_linear_layers_of_the_blocks(project: Path) -> None:
     loaded = load_config(project)
     train, (zorb, table) = loaded.train, loaded.dataset.directories
-    assert train.adapter is not None
     assert (train.adapter.rank, train.adapter.alpha, train.optimizer.type) == (16, 8, "adamw8bit")
     assert (zorb.num_repeats, zorb.keep_tokens, zorb.tag_dropout, table.num_repeats) == (10, 1, 0.1, 1)
     (image,) = train.sampling.images
     assert (image.size, image.guidance, image.negative_prompt) == ((1024, 768), 4.5, "blurred")
-
-
-def test_its_layers_are_all_linear_layers_of_the_blocks(project: Path) -> None:
-    """sd-scripts trains every linear layer of the joint blocks."""
+    # sd-scripts trains every linear layer of the joint blocks.
     adapter = load_config(project).train.adapter
     assert adapter is not None
     for size in ("sd3_medium", "sd3.5_medium"):

@@ -13,13 +13,21 @@ LINES, WIDTH = 50, 160
 """A screen; rows of tables may be wider."""
 
 
-def test_the_entries_are_found() -> None:
+def test_entries_are_in_order_and_those_that_others_name_exist() -> None:
     assert len(ENTRIES) > 100
-
-
-def test_the_newest_entry_is_first() -> None:
     dates = [title[:10] for title in TITLES]
     assert dates == sorted(dates, reverse=True)
+    for start in re.findall(r'\bentry\s+"([^"]+)"', LOG):
+        words = " ".join(start.split())
+        assert any(title[10:].strip().startswith(words) for title in TITLES), start
+    dates = {title[:10] for title in TITLES}
+    named = {}
+    for path in (*(ROOT / "docs").rglob("*.md"), *(ROOT / "sd3_light" / "recipes").rglob("*.toml"), ROOT / "README.md"):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if "LOG" in line and path.name != "LOG.md":
+                named |= dict.fromkeys(re.findall(r"\b2\d{3}-\d\d-\d\d\b", line), path.name)
+    assert named
+    assert {date: name for date, name in named.items() if date not in dates} == {}
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=TITLES)
@@ -32,20 +40,3 @@ def test_an_entry_fits_a_screen(entry: str) -> None:
 @pytest.mark.parametrize("entry", ENTRIES, ids=TITLES)
 def test_an_entry_says_how_it_was_measured(entry: str) -> None:
     assert re.search(r"^- Set-up", entry, re.MULTILINE), "no set-up: command, hardware, seeds"
-
-
-def test_entries_that_others_name_exist() -> None:
-    for start in re.findall(r'\bentry\s+"([^"]+)"', LOG):
-        words = " ".join(start.split())
-        assert any(title[10:].strip().startswith(words) for title in TITLES), start
-
-
-def test_dates_that_pages_and_recipes_name_have_entries() -> None:
-    dates = {title[:10] for title in TITLES}
-    named = {}
-    for path in (*(ROOT / "docs").rglob("*.md"), *(ROOT / "sd3_light" / "recipes").rglob("*.toml"), ROOT / "README.md"):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            if "LOG" in line and path.name != "LOG.md":
-                named |= dict.fromkeys(re.findall(r"\b2\d{3}-\d\d-\d\d\b", line), path.name)
-    assert named
-    assert {date: name for date, name in named.items() if date not in dates} == {}

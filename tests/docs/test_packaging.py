@@ -33,7 +33,7 @@ def instructions() -> list[tuple[str, str]]:
     return [(name, arguments) for name, _, arguments in (line.partition(" ") for line in lines if line.strip())]
 
 
-def test_the_dockerfile_has_valid_instructions_and_sources() -> None:
+def test_the_dockerfile_is_valid_and_installs_what_is_tested() -> None:
     parsed = instructions()
     assert parsed[0][0] == "FROM"
     assert {name for name, _ in parsed} <= INSTRUCTIONS
@@ -48,13 +48,7 @@ def test_the_dockerfile_has_valid_instructions_and_sources() -> None:
             subprocess.run(["bash", "-n", "-c", arguments], check=True)
         if name in ("ENTRYPOINT", "CMD"):
             assert all(isinstance(word, str) for word in yaml.safe_load(arguments))
-
-
-def test_the_dockerfile_installs_the_tested_torch() -> None:
     assert ("ARG", f"TORCH={pinned_torch()}") in instructions()
-
-
-def test_the_dockerfile_verifies_what_it_installs_before_torch() -> None:
     (steps,) = (arguments.split("&&") for name, arguments in instructions() if "pip install" in arguments)
     installs = [step.split() for step in steps if "install" in step]
     locked, torch, package = installs
@@ -105,17 +99,7 @@ def test_a_lock_names_no_index_and_no_build_of_torch(name: str) -> None:
     assert [one for one in locked_versions(name) if one.startswith(builds)] == []
 
 
-def test_the_citation_is_of_this_version_and_licence() -> None:
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert citation["cff-version"] == "1.2.0"
-    assert citation["version"] == __version__
-    assert citation["license"] == project["license"]
-    assert citation["keywords"] == project["keywords"]
-    assert all(citation[key] for key in ("message", "title", "abstract", "authors"))
-
-
-def test_the_workflow_runs_the_checks_on_every_supported_python() -> None:
+def test_the_workflows_check_every_python_with_the_tested_versions() -> None:
     workflow: dict[Any, Any] = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
     (job,) = workflow["jobs"].values()
     (step,) = (step for step in job["steps"] if step.get("run") == ".ci/run")
@@ -125,18 +109,6 @@ def test_the_workflow_runs_the_checks_on_every_supported_python() -> None:
     assert f">={job['strategy']['matrix']['python'][0]}" == project["requires-python"]
     listed = {line.rpartition(" ")[2] for line in project["classifiers"] if re.search(r":: 3\.\d+$", line)}
     assert listed == set(job["strategy"]["matrix"]["python"])
-
-
-def package_jobs() -> dict[str, Any]:
-    """Return the jobs of the workflow that checks the package."""
-    workflow: dict[Any, Any] = yaml.safe_load((ROOT / ".github/workflows/package.yml").read_text(encoding="utf-8"))
-    assert set(workflow[True]) == {"push", "pull_request"}  # YAML reads the key `on` as true
-    assert list(workflow[True]["push"]) == ["tags"]
-    jobs: dict[str, Any] = workflow["jobs"]
-    return jobs
-
-
-def test_the_package_is_checked_on_every_python_with_every_set_of_dependencies() -> None:
     job = package_jobs()["install"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     listed = {line.rpartition(" ")[2] for line in project["classifiers"] if re.search(r":: 3\.\d+$", line)}
@@ -150,9 +122,6 @@ def test_the_package_is_checked_on_every_python_with_every_set_of_dependencies()
         assert words[:2] == ["python", "scripts/check_package.py"]
         assert check_package.parser().parse_args(words[2:]).dependencies == dependencies
     assert {"python-version": "${{ matrix.python }}"} in [step.get("with") for step in job["steps"]]
-
-
-def test_the_workflows_install_their_tools_in_the_tested_versions() -> None:
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     tools = {Requirement(one).name for one in project["optional-dependencies"]["release"]}
@@ -161,16 +130,22 @@ def test_the_workflows_install_their_tools_in_the_tested_versions() -> None:
     assert all(command.startswith(prefix) for command in installs)
     assert {word for command in installs for word in command.removeprefix(prefix).split()} == tools
     assert [tool for tool in tools if not re.search(rf"^{tool}==", pins, re.MULTILINE)] == []
-
-
-def test_the_audit_covers_the_tested_versions_and_leaves_none_out() -> None:
     (command,) = (step["run"] for step in package_jobs()["audit"]["steps"] if "pip-audit --" in step.get("run", ""))
     words = command.split()
     assert words[words.index("--requirement") + 1] == "constraints.txt"
     assert "--strict" in words
 
 
-def test_the_lowest_versions_are_the_lower_bounds() -> None:
+def package_jobs() -> dict[str, Any]:
+    """Return the jobs of the workflow that checks the package."""
+    workflow: dict[Any, Any] = yaml.safe_load((ROOT / ".github/workflows/package.yml").read_text(encoding="utf-8"))
+    assert set(workflow[True]) == {"push", "pull_request"}  # YAML reads the key `on` as true
+    assert list(workflow[True]["push"]) == ["tags"]
+    jobs: dict[str, Any] = workflow["jobs"]
+    return jobs
+
+
+def test_the_lowest_versions_and_the_page_of_dependencies_are_those_of_the_project() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     pins = [Requirement(one) for one in check_package.constraints_of("lowest", has_torch=False)]
     by_name = {one.name: one.specifier for one in map(Requirement, project["dependencies"])}
@@ -183,6 +158,19 @@ def test_the_lowest_versions_are_the_lower_bounds() -> None:
         check_package.lower_bounds(["a<3"])
     assert [one for one in check_package.constraints_of("pinned", has_torch=True) if one.startswith("torch==")] == []
     assert check_package.constraints_of("newest", has_torch=False) == []
+    text = (ROOT / "docs" / "reference" / "dependencies.md").read_text(encoding="utf-8")
+    package, extras = text.partition("## Extras")[::2]
+    direct = {Requirement(one).name for one in project["dependencies"]}
+    assert set(re.findall(r"^\| ([\w-]+) \|", package, re.MULTILINE)) - {"package"} == direct
+    listed: dict[str, set[str]] = {}
+    for extra, names in re.findall(r"^\| `([\w-]+)` \| ([^|]+) \|", extras, re.MULTILINE):
+        listed.setdefault(extra, set()).update(names.split(", "))
+    optional = project["optional-dependencies"]
+    assert set(listed) == set(optional)
+    for extra, names in listed.items():
+        assert names <= {Requirement(one).name for one in optional[extra]}, extra
+    everything = {Requirement(one).name for group in optional.values() for one in group} - {"sd3-light"}
+    assert set().union(*listed.values()) == everything
 
 
 def test_a_file_of_the_checkout_in_the_wheel_is_an_error(tmp_path: Path) -> None:
@@ -206,23 +194,6 @@ def test_a_file_of_the_checkout_in_the_wheel_is_an_error(tmp_path: Path) -> None
         check_package.check_contents(sdist, wheel)
 
 
-def test_the_page_of_dependencies_names_every_direct_one() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    text = (ROOT / "docs" / "reference" / "dependencies.md").read_text(encoding="utf-8")
-    package, extras = text.partition("## Extras")[::2]
-    direct = {Requirement(one).name for one in project["dependencies"]}
-    assert set(re.findall(r"^\| ([\w-]+) \|", package, re.MULTILINE)) - {"package"} == direct
-    listed: dict[str, set[str]] = {}
-    for extra, names in re.findall(r"^\| `([\w-]+)` \| ([^|]+) \|", extras, re.MULTILINE):
-        listed.setdefault(extra, set()).update(names.split(", "))
-    optional = project["optional-dependencies"]
-    assert set(listed) == set(optional)
-    for extra, names in listed.items():
-        assert names <= {Requirement(one).name for one in optional[extra]}, extra
-    everything = {Requirement(one).name for group in optional.values() for one in group} - {"sd3-light"}
-    assert set().union(*listed.values()) == everything
-
-
 def test_a_failed_step_is_one_line_that_names_it(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as failure, check_package.step("demo"):
         check_package.run(["bash", "-c", "echo no weights; exit 3"], ROOT)
@@ -242,6 +213,13 @@ def test_an_install_without_constraints_stays_near_the_tested_versions() -> None
     for name, untested in {"torch": "2.14", "numpy": "2.5", "pillow": "13.0", "huggingface-hub": "3.0"}.items():
         assert untested not in supported[name], name
     assert all(version in supported["torch"] for version in ("2.11.0", "2.12.0", "2.13.0"))
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["version"] == __version__
+    assert citation["license"] == project["license"]
+    assert citation["keywords"] == project["keywords"]
+    assert all(citation[key] for key in ("message", "title", "abstract", "authors"))
 
 
 @pytest.mark.parametrize(("tool", "backend"), [("uv", "auto"), ("uv", "cu128"), ("pip", "")])

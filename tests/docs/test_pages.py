@@ -26,9 +26,18 @@ TRANSLATED = [
 ]
 
 
-def test_the_pages_are_found() -> None:
+def test_the_pages_are_found_and_name_every_room_and_reason(page: Any) -> None:
     assert {"CONTRIBUTING.md", "docs/README.md", "docs/reference/config.md"} <= set(PAGES)
     assert len(TRANSLATED) >= 8
+    tree = next(block.text for block in page("CONTRIBUTING.md").blocks if "cli/" in block.text)
+    named = {name for line in tree.splitlines() for name in line[:44].split()}
+    rooms = {f"{path.parent.name}/" for path in (ROOT / "sd3_light").glob("*/__init__.py")}
+    assert rooms - named == {"assets/", "recipes/"}
+    assert [name for name in named if not (ROOT / "sd3_light" / name).exists()] == []
+    from sd3_light.sources.preprocess import REASONS
+
+    text = "\n".join(page("docs/formats/cache-format.md").prose)
+    assert [reason for reason in REASONS if f"`{reason}`" not in text] == []
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -97,18 +106,3 @@ def test_every_documented_command_exists(page: Any, name: str) -> None:
                 assert {word.split("=", 1)[0] for word in after if word.startswith("--")} <= flags, words
             elif words[0] == "make" and len(words) > 1 and "=" not in words[1]:
                 assert f"\n{words[1]}:" in makefile, words
-
-
-def test_contributing_names_every_room(page: Any) -> None:
-    tree = next(block.text for block in page("CONTRIBUTING.md").blocks if "cli/" in block.text)
-    named = {name for line in tree.splitlines() for name in line[:44].split()}
-    rooms = {f"{path.parent.name}/" for path in (ROOT / "sd3_light").glob("*/__init__.py")}
-    assert rooms - named == {"assets/", "recipes/"}
-    assert [name for name in named if not (ROOT / "sd3_light" / name).exists()] == []
-
-
-def test_every_reject_reason_is_documented(page: Any) -> None:
-    from sd3_light.sources.preprocess import REASONS
-
-    text = "\n".join(page("docs/formats/cache-format.md").prose)
-    assert [reason for reason in REASONS if f"`{reason}`" not in text] == []

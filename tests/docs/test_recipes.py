@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from sd3_light.assets import DEMO as ASSETS
 from sd3_light.check.verb import disk_faults
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.config import LoadedConfig, load_config
 from sd3_light.engines import Launch
+from sd3_light.journeys import cache_then_train
 from sd3_light.recipes import FOLDER
 from sd3_light.runlog import read_log
 from sd3_light.world import write_dataset
@@ -25,8 +27,6 @@ EDITED = ("model.diffusers_path", "model.init", "directory[", "dataset", "reward
 
 
 def cache_and_train(loaded: LoadedConfig) -> Progress:
-    from sd3_light.journeys import cache_then_train
-
     with quick_caching():
         return cache_then_train(loaded, Launch())
 
@@ -37,10 +37,15 @@ def header(name: str) -> str:
     return "\n".join(lines[: next(index for index, line in enumerate(lines) if not line.startswith("#"))])
 
 
-def test_the_recipes_are_found() -> None:
+def test_the_recipes_are_found_and_used() -> None:
     assert {"demo/pretrain.toml", "demo/continue.toml", "demo/base.toml", "lora.toml", "finetune.toml"} <= set(TRAIN)
     assert {"sd3_light_256.toml", "sd3_light_256_seed.toml", "one_gpu_256.toml", "reward.toml"} <= set(TRAIN)
     assert {"icons_128.toml", "icons_256.toml", "distill.toml"} <= set(TRAIN)
+    used = set()
+    for name in TRAIN:
+        loaded = load_config(FOLDER / name)
+        used |= {loaded.dataset.path, *(dataset.path for dataset in loaded.eval_datasets.values())}
+    assert {str(path.relative_to(FOLDER)) for path in used} | set(TRAIN) == set(RECIPES)
 
 
 @pytest.mark.parametrize("name", TRAIN)
@@ -58,19 +63,9 @@ def test_a_recipe_states_command_hardware_and_time(name: str) -> None:
         assert word in text, f"the header of {name} does not state the {word}"
 
 
-def test_every_dataset_recipe_is_used_by_a_train_recipe() -> None:
-    used = set()
-    for name in TRAIN:
-        loaded = load_config(FOLDER / name)
-        used |= {loaded.dataset.path, *(dataset.path for dataset in loaded.eval_datasets.values())}
-    assert {str(path.relative_to(FOLDER)) for path in used} | set(TRAIN) == set(RECIPES)
-
-
 @pytest.fixture(scope="module")
 def demo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that `sd3-light demo` prepares, with fewer images."""
-    from sd3_light.assets import DEMO as ASSETS
-
     folder = tmp_path_factory.mktemp("demo")
     write_dataset(folder / "data" / "train", 16, seed=1)
     write_dataset(folder / "data" / "held_out", 4, seed=2, held_out=True)
@@ -139,9 +134,7 @@ def test_a_fine_tuning_recipe_runs_on_the_demo_model(
     assert (export / "model_index.json").is_file() == (name == "finetune")
 
 
-def test_the_icons_recipes_grow_from_128_to_256_px(
-    demo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_icons_recipes_grow_from_128_to_256(demo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All keys as shipped except paths, counts, the denoiser's size and the limits of the demo's encoders."""
     from safetensors.torch import load_file
 
@@ -149,12 +142,7 @@ def test_the_icons_recipes_grow_from_128_to_256_px(
     for path in FOLDER.glob("icons_*.toml"):
         shutil.copy(path, tmp_path)
     write_dataset(tmp_path / "data" / "icons", 2, seed=1)
-    overrides = [
-        "max_steps=2",
-        "micro_batch_size_per_gpu=2",
-        "gradient_accumulation_steps=1",
-        "model.t5_max_length=16",
-    ]
+    overrides = ["max_steps=2", "micro_batch_size_per_gpu=2", "gradient_accumulation_steps=1", "model.t5_max_length=16"]
     overrides += ["num_dataloader_workers=0", "model.shape.num_layers=2", "model.shape.num_heads=2"]
     overrides += [f'model.diffusers_path="{demo_folder / "model"}"']
     transformers = []

@@ -26,17 +26,11 @@ def listed(site: Any, folder: str) -> list[str]:
     ]
 
 
-def test_the_index_has_every_page_once(site: Any) -> None:
+def test_the_indices_have_every_page_once_and_files_are_copied(site: Any) -> None:
     pages = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("[!z]*/*.md"))
     assert sorted(path for path in listed(site, "docs") if path.startswith("docs/")) == pages
-
-
-def test_the_chinese_index_has_every_chinese_page_once(site: Any) -> None:
     pages = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" / "zh").glob("*/*.md"))
     assert sorted(listed(site, "docs/zh")) == pages
-
-
-def test_linked_files_are_copied(site: Any) -> None:
     files = {site.path_of(path) for path in site.site_files()}
     assert {"README.md", "docs/README.md", "docs/images/icons.png", "docs/images/ui-dark.png", "LICENSE"} <= files
 

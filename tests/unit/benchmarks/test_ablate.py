@@ -78,7 +78,7 @@ def names(ablations: list[Any]) -> list[str]:
     return [f"{each.row.name}-{each.seed}" for each in ablations]
 
 
-def test_a_row_changes_the_tuned_one(bench: SimpleNamespace, tmp_path: Path) -> None:
+def test_rows_change_the_tuned_one_and_bring_what_they_need(bench: SimpleNamespace, tmp_path: Path) -> None:
     rows = bench.table.rows
     assert rows["split"].overrides == ("optimizer.lr=2e-3", "optimizer.split_modulation=true")
     assert [rows[name].against for name in rows] == [None, "base", "base", "fast", None]
@@ -87,9 +87,6 @@ def test_a_row_changes_the_tuned_one(bench: SimpleNamespace, tmp_path: Path) -> 
     (tmp_path / "loop.toml").write_text('[rows.a]\nlike = "b"\n[rows.b]\nlike = "a"\n', encoding="utf-8")
     with pytest.raises(UserError, match="no row 'a', or it is like itself"):
         bench.read_table(tmp_path / "loop.toml")
-
-
-def test_rows_bring_what_they_need_for_each_seed(bench: SimpleNamespace) -> None:
     assert names(bench.select("split", seeds=(1, 3))) == [
         *("base-1", "fast-1", "split-1"),
         *("base-3", "fast-3", "split-3"),
@@ -98,9 +95,6 @@ def test_rows_bring_what_they_need_for_each_seed(bench: SimpleNamespace) -> None
     assert names(bench.select("s*")) == ["base-1", "slow-1", "fast-1", "split-1"]
     with pytest.raises(UserError, match="has no row quick; it has base, fast"):
         bench.select("quick")
-
-
-def test_the_best_rows_are_chosen_by_their_curves(bench: SimpleNamespace) -> None:
     base, fast, slow = bench.select("base", "fast", "slow")
     results = [result(base, "11", 0.2), result(fast, "00", 0.9), result(slow, "11", 0.1)]
     assert names(bench.select("base", "fast", "slow", results=results, best=1, seeds=(2,))) == ["base-2", "fast-2"]
@@ -130,9 +124,7 @@ def test_a_changed_recipe_is_run_again(bench: SimpleNamespace, trained: list[str
     assert len(bench.read_results(file)) == 1
 
 
-def test_a_row_that_others_continue_is_trained_again_without_its_export(
-    bench: SimpleNamespace, trained: list[str]
-) -> None:
+def test_a_row_that_others_continue_trains_again_without_its_export(bench: SimpleNamespace, trained: list[str]) -> None:
     file = bench.folder / "results.jsonl"
     (base,) = bench.select("base")
     bench.keep_result(file, result(base))  # on another machine
@@ -145,9 +137,7 @@ def test_a_row_that_others_continue_is_trained_again_without_its_export(
     assert len(trained) == 2  # nothing is missing that would continue it
 
 
-def test_a_lane_waits_for_the_row_that_another_trains(
-    bench: SimpleNamespace, trained: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lane_waits_for_another(bench: SimpleNamespace, trained: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     base, grown = bench.select("grown")
     file = bench.folder / "results.jsonl"
     with bench.claimed(bench.folder, base.name):
@@ -181,7 +171,7 @@ def test_a_row_that_fails_does_not_stop_the_others(bench: SimpleNamespace, monke
 
 
 @pytest.mark.parametrize("left", [-1.0, 60.0])
-def test_a_row_that_the_deadline_cuts_is_not_kept(
+def test_a_row_cut_by_the_deadline_is_lost(
     bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, left: float
 ) -> None:
     calls: list[float | None] = []
@@ -193,7 +183,11 @@ def test_a_row_that_the_deadline_cuts_is_not_kept(
     assert bench.read_results(bench.folder / "results.jsonl") == []
 
 
-def test_the_rest_is_estimated_from_what_rows_took(bench: SimpleNamespace) -> None:
+def test_points_times_and_prompts_of_rows(bench: SimpleNamespace, scripts: SimpleNamespace) -> None:
+    scores = [[50_000, 0.5], [100_000, 0.95], [150_000, 0.85]]
+    assert bench.samples_to(0.9, scores) == "0.10"
+    assert bench.samples_to(0.99, scores) == "-"
+    assert bench.samples_to(0.9, [[50_000, 0.5], [550_000, 0.95]]) == "-"
     todo = bench.select("slow", "grown")  # base, slow, grown
     text = bench.estimate(todo, [], bench.table, 1, 10)
     assert text == "missing: 3 runs, 18 minutes in all, 18 with 1 lane: 2 slots of 10 minutes"
@@ -203,13 +197,12 @@ def test_the_rest_is_estimated_from_what_rows_took(bench: SimpleNamespace) -> No
     text = bench.estimate(bench.select("slow", seeds=(1, 2))[:3], [result(base)], bench.table, 1, 20)
     assert text.startswith("missing: 3 runs, 9 minutes in all")  # the usual time of what finished
     assert bench.estimate([], [], bench.table, 1, 20) == "every row is done"
-
-
-def test_samples_are_read_only_between_close_points(bench: SimpleNamespace) -> None:
-    scores = [[50_000, 0.5], [100_000, 0.95], [150_000, 0.85]]
-    assert bench.samples_to(0.9, scores) == "0.10"
-    assert bench.samples_to(0.99, scores) == "-"
-    assert bench.samples_to(0.9, [[50_000, 0.5], [550_000, 0.95]]) == "-"
+    for hard in (True, False):
+        bench = scripts.world.Bench(hard=hard, side=128, num_prompts=256)
+        curve = {prompt.text for prompt in bench.prompts}
+        report = [prompt.text for prompt in bench.report_prompts]
+        assert len(set(report)) == 512
+        assert not curve & set(report)
 
 
 def test_the_table_compares_rows_and_draws(bench: SimpleNamespace) -> None:
@@ -232,15 +225,6 @@ def test_the_table_compares_rows_and_draws(bench: SimpleNamespace) -> None:
     ]
 
 
-def test_prompts_of_the_curve_and_of_the_report_differ(scripts: SimpleNamespace) -> None:
-    for hard in (True, False):
-        bench = scripts.world.Bench(hard=hard, side=128, num_prompts=256)
-        curve = {prompt.text for prompt in bench.prompts}
-        report = [prompt.text for prompt in bench.report_prompts]
-        assert len(set(report)) == 512
-        assert not curve & set(report)
-
-
 def test_gains_are_what_the_base_needs_for_the_same_score(bench: SimpleNamespace, tmp_path: Path) -> None:
     base, fast, slow = bench.select("base", "fast", "slow")
     (base_2,) = bench.select("base", seeds=(2,))
@@ -261,7 +245,7 @@ def test_gains_are_what_the_base_needs_for_the_same_score(bench: SimpleNamespace
     assert "fast" not in bench.gain_table(entries, bench.table, ["sl*"], 0.9)
 
 
-def test_gains_are_printed_without_training(
+def test_gains_printed(
     bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = bench.folder / "kept.jsonl"

@@ -47,10 +47,13 @@ def test_lanes_share_the_daemon_that_ends_after_them(scripts: SimpleNamespace, d
     assert not Path(pipes[0]).exists()
 
 
-def test_the_daemon_ends_when_a_lane_raises(scripts: SimpleNamespace, daemon: Path) -> None:
+def test_failures_of_lanes_are_reported_and_end_the_daemon(scripts: SimpleNamespace, daemon: Path) -> None:
     with pytest.raises(ZeroDivisionError), scripts.lanes.mps():
         raise ZeroDivisionError
     assert daemon.read_text(encoding="utf-8").count("quit") == 1
+    command = [sys.executable, "-c", "raise SystemExit(3)"]
+    failures = scripts.lanes.run_lanes(command, 2, None, dict(os.environ))
+    assert failures == [f"lane {number} failed with exit code 3" for number in (1, 2)]
 
 
 @pytest.mark.parametrize("how", ["absent", "fails", "unwanted"])
@@ -65,15 +68,7 @@ def test_without_the_daemon_lanes_share_the_gpu_plainly(
     assert not daemon.exists() or "quit" not in daemon.read_text(encoding="utf-8")
 
 
-def test_a_lane_that_fails_is_reported(scripts: SimpleNamespace) -> None:
-    command = [sys.executable, "-c", "raise SystemExit(3)"]
-    failures = scripts.lanes.run_lanes(command, 2, None, dict(os.environ))
-    assert failures == [f"lane {number} failed with exit code 3" for number in (1, 2)]
-
-
-def test_lanes_end_at_the_deadline_with_what_they_started(
-    scripts: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lanes_end_at_the_deadline(scripts: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started = tmp_path / "pid"
 
     class Lane(subprocess.Popen[bytes]):

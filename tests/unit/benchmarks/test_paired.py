@@ -1,4 +1,4 @@
-"""Paired differences and their standard errors, against answers worked out without the code."""
+"""Means, shares and paired differences of seeds have the errors of repeated experiments."""
 
 from types import SimpleNamespace
 
@@ -6,34 +6,22 @@ import numpy as np
 import pytest
 
 
-def test_only_common_seeds_are_paired(scripts: SimpleNamespace) -> None:
+def test_differences_of_seeds_have_their_errors(scripts: SimpleNamespace) -> None:
     table = scripts.paired.differences({1: [True, True], 3: [False, False]}, {3: [True, False], 2: [True, True]})
     assert table.tolist() == [[-1.0, 0.0]]
     assert scripts.paired.compare(scripts.paired.differences({1: [True, True]}, {2: [True, True]})) is None
-
-
-def test_one_seed_has_an_error_only_with_other_rows(scripts: SimpleNamespace) -> None:
     table = np.array([[1.0, 0.0, 0.0, 0.0]])  # variance 1/4 over 4 prompts
     alone, pooled = scripts.paired.compare(table), scripts.paired.compare(table, 0.01)
     assert (alone.mean, alone.error, alone.verdict) == (0.25, None, "undecided")
     assert pooled.error == pytest.approx((0.01 + 0.25 / 4) ** 0.5)
     assert scripts.paired.compare(np.ones((1, 4)), 0.0).verdict == "undecided"
-
-
-def test_seeds_that_agree_leave_the_error_of_the_prompts(scripts: SimpleNamespace) -> None:
     table = np.array([[1.0, 0.0, 0.0, 0.0]] * 3)
     assert scripts.paired.seed_variance(table) == pytest.approx(0.0)
     assert scripts.paired.compare(table).error == pytest.approx((0.25 / 4) ** 0.5)
-
-
-def test_seeds_that_differ_on_all_prompts_leave_the_error_of_the_seeds(scripts: SimpleNamespace) -> None:
     table = np.array([[1.0] * 8, [0.0] * 8])
     assert scripts.paired.seed_variance(table) == pytest.approx(0.5)
     found = scripts.paired.compare(table)
     assert (found.mean, found.error, found.seeds) == (0.5, pytest.approx(0.5), 2)
-
-
-def test_a_row_whose_seeds_agree_by_chance_has_the_variance_of_all_rows(scripts: SimpleNamespace) -> None:
     agreeing, differing = np.array([[1.0, 0.0] * 50] * 2), np.array([[1.0] * 8, [0.0] * 8, [0.0] * 8])
     pooled = scripts.paired.pooled_seed_variance([agreeing, differing, np.ones((1, 4))])
     assert pooled == pytest.approx((0 * 1 + 1 / 3 * 2) / 3)
@@ -53,7 +41,7 @@ def test_a_row_whose_seeds_agree_by_chance_has_the_variance_of_all_rows(scripts:
         (0.9, None, 2, "undecided"),
     ],
 )
-def test_a_verdict_needs_two_errors_and_two_seeds(
+def test_a_verdict_needs_two(
     scripts: SimpleNamespace, mean: float, error: float | None, seeds: int, verdict: str
 ) -> None:
     assert scripts.paired.Difference(mean, error, seeds).verdict == verdict
@@ -69,3 +57,13 @@ def test_the_error_is_the_spread_of_repeated_experiments(scripts: SimpleNamespac
         errors.append(found.error**2)
     assert np.mean(errors) == pytest.approx(np.var(means), rel=0.15)
     assert np.mean(errors) == pytest.approx(0.05**2 / 4 + 0.3**2 / 100 + 0.4**2 / 400, rel=0.1)
+
+
+def test_means_shares_and_steps(scripts: SimpleNamespace) -> None:
+    assert scripts.basics.spread([0.5, 0.7], 2) == "0.60 ±0.10"
+    assert scripts.basics.spread([1.0], 3) == "1.000"
+    assert scripts.basics.percent([0.5, 0.7], 100) == "60.0 ± 10.0"
+    assert scripts.basics.percent([0.5], 100) == "50.0 ± 5.0"
+    fit = scripts.basics.steps_that_fit
+    assert fit(lambda steps: 5 + 0.5 * steps, (4, 20), 1.0) == 120
+    assert fit(lambda steps: 5 + 0.5 * steps, (4, 20), 0.0) == 20, "those that were run"

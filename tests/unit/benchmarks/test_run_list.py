@@ -108,7 +108,7 @@ def parsed(script: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> Na
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=[entry["run"][:60] for entry in ENTRIES])
-def test_the_shipped_commands_parse(
+def test_shipped_commands_parse(
     entry: dict[str, Any], scripts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scripts.run_list.Entry(1, folder=ROOT, **entry)

@@ -32,7 +32,7 @@ def value(scores: object, metric: str) -> float:
     return float(estimate.value)
 
 
-def test_a_perfect_model_scores_like_the_truth(comparison: Comparison) -> None:
+def test_scores_of_true_other_and_shuffled_images(comparison: Comparison) -> None:
     truth, copy = comparison.of_truths(), comparison.of_images(comparison.truths)
     for metric in METRICS[:5]:
         assert truth.estimates[metric] == copy.estimates[metric]
@@ -42,9 +42,6 @@ def test_a_perfect_model_scores_like_the_truth(comparison: Comparison) -> None:
     assert abs(value(truth, "kid")) < 0.02
     assert value(truth, "precision") > 0.8
     assert value(truth, "recall") > 0.8
-
-
-def test_images_from_elsewhere_score_worse(comparison: Comparison) -> None:
     truth = comparison.of_truths()
     other = comparison.of_images(torch.nn.functional.normalize(draw(1) + 2, dim=1))
     for metric in ("frechet", "kid"):
@@ -52,16 +49,10 @@ def test_images_from_elsewhere_score_worse(comparison: Comparison) -> None:
     assert value(other, "recall") < 0.2
     assert value(other, "retrieval") < 0.1
     assert value(other, "distance") > 0.5
-
-
-def test_shuffled_captions_are_found_by_chance(comparison: Comparison) -> None:
     shuffled = comparison.of_shuffled_truths()
     assert value(shuffled, "retrieval") < 0.1
     assert value(shuffled, "distance") == pytest.approx(1, abs=0.1)
     assert all(shuffled.estimates[metric] is None for metric in METRICS[:4])
-
-
-def test_images_for_some_captions(comparison: Comparison) -> None:
     rows = list(range(0, COUNT, 2))
     some = comparison.of_images(comparison.truths[rows], rows)
     assert some.count == len(rows)
@@ -77,9 +68,6 @@ def test_scores_are_reproducible_and_depend_on_the_seed(comparison: Comparison) 
     assert again.of_images(images).as_dict() == comparison.of_images(images).as_dict()
     assert other.of_images(images).as_dict() != comparison.of_images(images).as_dict()
     assert json.loads(json.dumps(again.of_images(images).as_dict()))["kid"].keys() == {"value", "low", "high"}
-
-
-def test_without_text_features_there_is_no_retrieval(comparison: Comparison) -> None:
     blind = Comparison(comparison.truths, None, comparison.captions)
     assert blind.of_truths().estimates["retrieval"] is None
     assert "retrieval" not in blind.of_shuffled_truths().each
@@ -95,6 +83,8 @@ def test_an_interval_reaches_from_2_5_to_97_5_percent() -> None:
     assert estimates[0].value == pytest.approx(values.mean().item())
     assert (low - values.mean().item()) / error == pytest.approx(-1.96, abs=0.1)
     assert (high - values.mean().item()) / error == pytest.approx(1.96, abs=0.1)
+    with pytest.raises(UserError, match="7 images are too few to compare; give at least 8"):
+        Comparison(draw(0, 7), None, ["a"] * 7)
 
 
 @pytest.fixture(scope="module")
@@ -132,8 +122,3 @@ def test_pixels_of_some_captions(pixels: list[np.ndarray]) -> None:
     assert value(shuffled, "psnr") < 12
     assert len(shuffled.each["edges"]) == COUNT
     assert comparison.of_images(draw(3)).estimates.get("psnr") is None
-
-
-def test_too_few_images_are_refused() -> None:
-    with pytest.raises(UserError, match="7 images are too few to compare; give at least 8"):
-        Comparison(draw(0, 7), None, ["a"] * 7)

@@ -23,13 +23,10 @@ def drawn(size: tuple[int, int] = (64, 64)) -> list[Image.Image]:
     return [render_scene(prompt.scene, *size, np.random.default_rng(i)) for i, prompt in enumerate(PROMPTS)]
 
 
-def test_true_images_score_1_everywhere() -> None:
+def test_true_images_score_1_and_rates_cover_their_prompts() -> None:
     result = judge_images(PROMPTS, drawn())
     assert result.num_prompts == 12
     assert all(result.rates[demand] == 1 for demand in DEMANDS)
-
-
-def test_rates_cover_prompts_with_the_demand_and_by_kind() -> None:
     images = drawn()
     for index, prompt in enumerate(PROMPTS):
         if prompt.scene.kind == "pair":
@@ -43,9 +40,6 @@ def test_rates_cover_prompts_with_the_demand_and_by_kind() -> None:
     assert result.by_kind["single"]["all"] == 1
     assert result.by_kind["count"]["size"] is None
     assert result.by_kind["count"]["relation"] is None
-
-
-def test_a_demand_without_prompts_has_no_rate() -> None:
     counts = [prompt for prompt in PROMPTS if prompt.scene.kind == "count"]
     images = [render_scene(prompt.scene, 64, 64, np.random.default_rng(0)) for prompt in counts]
     result = judge_images(counts, images)

@@ -90,12 +90,22 @@ def test_models_and_baselines_in_one_table(folder: Path, tmp_path: Path) -> None
     assert [pair.distance for pair in pairs] == pytest.approx(rows[noise]["each"]["distance"], abs=5.1e-4)
 
 
-def test_a_vision_model_measures_without_texts(folder: Path, tmp_path: Path) -> None:
+def test_other_judges_groups_and_missing_models(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not a diffusers folder"):
+        against.run([folder / "good", tmp_path], tmp_path / "missing.toml", tmp_path)
     measured = against.run([folder / "noise"], folder / "data.toml", write_vision(tmp_path), AgainstOptions(count=9))
     scores = measured.scores[str(folder / "noise")].estimates
     assert len(measured.truths) == 9
     assert scores["retrieval"] is None
     assert all(scores[metric] is not None for metric in (*METRICS, *COLUMNS) if metric != "retrieval")
+    # held-out images are in folders of the same names as those of training.
+    (tmp_path / "both.toml").write_text(
+        f'resolutions = [16]\n[[directory]]\npath = "{folder}/train/round"\n'
+        f'[[directory]]\npath = "{folder}/held_out/flat"\n'
+    )
+    options = AgainstOptions(training=tmp_path / "both.toml")
+    measured = against.run([folder / "good"], folder / "data.toml", folder, options)
+    assert measured.scores[BY_CAPTION_IN_GROUP].estimates["psnr"].value == 60  # type: ignore[union-attr]
 
 
 def test_all_images_of_all_rows_are_saved(folder: Path, tmp_path: Path) -> None:
@@ -118,17 +128,6 @@ def test_all_images_of_all_rows_are_saved(folder: Path, tmp_path: Path) -> None:
         against.run([folder / "good"], folder / "data.toml", folder, options, save=save)
 
 
-def test_a_group_of_the_same_name_has_a_row(folder: Path, tmp_path: Path) -> None:
-    """Held-out images are in folders of the same names as those of training."""
-    (tmp_path / "both.toml").write_text(
-        f'resolutions = [16]\n[[directory]]\npath = "{folder}/train/round"\n'
-        f'[[directory]]\npath = "{folder}/held_out/flat"\n'
-    )
-    options = AgainstOptions(training=tmp_path / "both.toml")
-    measured = against.run([folder / "good"], folder / "data.toml", folder, options)
-    assert measured.scores[BY_CAPTION_IN_GROUP].estimates["psnr"].value == 60  # type: ignore[union-attr]
-
-
 def test_only_images_for_the_page_stay_in_memory(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(against, "_MOST_SHOWN", 3)
     judge, page = write_vision(tmp_path), tmp_path / "page.html"
@@ -139,8 +138,3 @@ def test_only_images_for_the_page_stay_in_memory(folder: Path, tmp_path: Path, m
     assert len(ParsedPage(page).attributes("img")) == 3 * 4
     measured = against.run([folder / "noise"], folder / "data.toml", judge, options)
     assert not any(measured.images.values())
-
-
-def test_a_missing_model_is_reported_before_anything_is_read(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is not a diffusers folder"):
-        against.run([folder / "good", tmp_path], tmp_path / "missing.toml", tmp_path)

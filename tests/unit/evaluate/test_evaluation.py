@@ -26,7 +26,7 @@ class Bare:
         return self.prepare_inputs(batch)
 
 
-def test_small_buckets_are_evaluated_even_if_training_drops_them(cached_project: Project) -> None:
+def test_small_buckets_and_fixed_times_are_evaluated(cached_project: Project) -> None:
     loaded = cached_project.load("small_buckets='drop'", "eval_micro_batch_size_per_gpu=32")
     loaded = replace(loaded, eval_datasets={"held out": loaded.dataset})
     engine: Any = None
@@ -35,6 +35,13 @@ def test_small_buckets_are_evaluated_even_if_training_drops_them(cached_project:
         ids += batch["ids"][batch["weight"].bool()].tolist()
     assert torch.unique(torch.tensor(ids)).numel() == NUM_IMAGES
     assert len(ids) == NUM_IMAGES * len(QUANTILES)
+    loaded = cached_project.load("eval_at_fixed_t=true", "eval_micro_batch_size_per_gpu=40")
+    loaded = replace(loaded, eval_datasets={"held out": loaded.dataset})
+    engine: Any = None
+    evaluator = Evaluator(loaded, Launch(), engine, Times())
+    points = [batch["point"].tolist() for batch in evaluator._loader("held out")]
+    both = [pytest.approx([0.0, u]) for u in QUANTILES] + [pytest.approx([1.0, t]) for t in FIXED_TIMES]
+    assert points == both * 3, "every batch at each of them"
 
 
 class Times(Bare):
@@ -46,13 +53,3 @@ class Times(Bare):
 
     def prepare_into(self, batch: Any, empty: Any, timestep_quantile: float | None = None) -> Any:
         return self.prepare_inputs(batch, timestep_quantile)
-
-
-def test_fixed_times_are_evaluated_beside_the_quantiles(cached_project: Project) -> None:
-    loaded = cached_project.load("eval_at_fixed_t=true", "eval_micro_batch_size_per_gpu=40")
-    loaded = replace(loaded, eval_datasets={"held out": loaded.dataset})
-    engine: Any = None
-    evaluator = Evaluator(loaded, Launch(), engine, Times())
-    points = [batch["point"].tolist() for batch in evaluator._loader("held out")]
-    both = [pytest.approx([0.0, u]) for u in QUANTILES] + [pytest.approx([1.0, t]) for t in FIXED_TIMES]
-    assert points == both * 3, "every batch at each of them"

@@ -59,6 +59,12 @@ def test_captions_choose_without_the_true_image(training: Path) -> None:
         assert reds(again[name]) == reds(answers[name])
     assert reds(again[ORACLE]) != reds(answers[ORACLE])
     assert all(pixels.shape == (32, 32, 3) for rows in answers.values() for pixels in rows.values())
+    index = CaptionIndex(["panda, style", "boat, style", "boat, style", "cup, style"])
+    assert index.nearest("a cup, style") == 3
+    assert index.nearest("boat") == 1, "the first of equal ones"
+    assert index.nearest("boat", np.array([True, False, True, False])) == 2
+    assert index.nearest("unknown words") == 0
+    assert words("Panda_2, 熊猫!") == {"panda", "2", "熊", "猫"}
 
 
 def test_one_group_makes_no_second_row(training: Path, tmp_path: Path) -> None:
@@ -66,12 +72,3 @@ def test_one_group_makes_no_second_row(training: Path, tmp_path: Path) -> None:
     toml.write_text(f"resolutions = [32]\n[[directory]]\npath = {json.dumps(str(training.parent / 'flat'))}\n")
     answers = training_answers(toml, [truth("boat", "flat", 0)], embed([np.zeros((2, 2, 3), np.uint8)]), embed)
     assert list(answers) == [BY_CAPTION, ORACLE]
-
-
-def test_rare_words_decide() -> None:
-    index = CaptionIndex(["panda, style", "boat, style", "boat, style", "cup, style"])
-    assert index.nearest("a cup, style") == 3
-    assert index.nearest("boat") == 1, "the first of equal ones"
-    assert index.nearest("boat", np.array([True, False, True, False])) == 2
-    assert index.nearest("unknown words") == 0
-    assert words("Panda_2, 熊猫!") == {"panda", "2", "熊", "猫"}

@@ -13,14 +13,11 @@ def square(left: int, colour: int = 0, paper: int = 255) -> Pixels:
     return image
 
 
-def test_psnr_has_the_known_values() -> None:
+def test_pixel_scores_have_known_values() -> None:
     black = np.zeros((8, 8, 3), np.uint8)
     assert psnr(black, black) == MAX_PSNR
     assert psnr(black, black + 255) == pytest.approx(0)
     assert psnr(black, black + 51) == pytest.approx(20 * np.log10(5))
-
-
-def test_edges_ignore_colour_and_feel_position() -> None:
     truth = square(20)
     assert edge_agreement(truth, truth) == pytest.approx(1)
     assert edge_agreement(square(20, 255, 0), truth) == pytest.approx(1), "an inverted image has the same edges"
@@ -28,15 +25,8 @@ def test_edges_ignore_colour_and_feel_position() -> None:
     assert 0.7 < near < 1
     assert far < 0.5 * near
     assert edge_agreement(np.full((64, 64, 3), 7, np.uint8), truth) == 0
-
-
-def test_noise_has_the_colours_but_not_the_edges() -> None:
-    truth = square(20)
     noise = np.random.default_rng(0).permutation(truth.reshape(-1, 3)).reshape(truth.shape)
     assert abs(edge_agreement(noise, truth)) < 0.15
-
-
-def test_an_image_of_another_size_is_scaled() -> None:
     scores = pixel_scores([square(20)[::2, ::2], square(20)], [square(20), square(20)])
     assert scores["psnr"][0] > 15
     assert scores["psnr"][1] == MAX_PSNR

@@ -78,26 +78,17 @@ def test_fixed_times_have_their_own_names_and_mean() -> None:
     assert losses["fixed"] == losses["flow"]
 
 
-def test_a_batch_is_read_once_for_all_quantiles() -> None:
-    numbered = Numbered()
-    list(PipelineDataLoader(QuantileBatches(numbered, 3), None, 1, EvalPreparer(InPlace())))
-    assert numbered.read == [0, 1, 2]
-
-
-def test_an_empty_evaluation_is_an_error() -> None:
-    with pytest.raises(AssertionError):
-        validate([], loss)
-
-
-def test_ranks_are_summed_before_the_mean() -> None:
+def test_ranks_are_summed_and_batches_read_once() -> None:
     values = {"number": torch.zeros(1), "quantile": torch.zeros(1), "weight": torch.ones(1)}
     items = [Batch(1, values)] * len(QUANTILES)
     other_rank = torch.tensor([6.0, 2.0, 18.0])
     losses = validate(items, loss, lambda sums: sums + other_rank)
     assert losses["flow"] == pytest.approx(2.0), "6 over 3 samples, not the mean of 0 and 3"
     assert losses["flow_se"] == pytest.approx(statistics.stdev([0, 3, 3]) / 3**0.5)
-
-
-def test_the_mean_of_one_sample_has_no_standard_error() -> None:
+    numbered = Numbered()
+    list(PipelineDataLoader(QuantileBatches(numbered, 3), None, 1, EvalPreparer(InPlace())))
+    assert numbered.read == [0, 1, 2]
+    with pytest.raises(AssertionError):
+        validate([], loss)
     values = {"number": torch.ones(1), "quantile": torch.zeros(1), "weight": torch.ones(1)}
     assert math.isnan(validate([Batch(1, values)] * len(QUANTILES), loss)["flow_se"])

@@ -132,7 +132,7 @@ def test_a_set_without_twins_and_with_groups_on_one_side(
     assert f"{COUNT + 7} drawings, {COUNT + 4} with a telling title, {COUNT + 2} that differ" in capsys.readouterr().out
 
 
-def test_another_package_is_refused(
+def test_other_packages_are_refused(
     clipart: Any, package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (package / clipart.FILE).write_bytes(b"!<arch>\n")
@@ -141,7 +141,7 @@ def test_another_package_is_refused(
     assert not (tmp_path / "clipart").exists()
 
 
-def test_titles_of_collections_give_way_to_file_names(clipart: Any) -> None:
+def test_titles_are_cleaned_and_give_way_to_file_names(clipart: Any) -> None:
     names = ("a/go-home.svg", "a/go-back.svg", "a/001.svg", "b/trash_full.svg", "b/kiwi.svg")
     titles = ("lemon theme", "lemon theme", "lemon theme", "lemon theme", "Kiwi")
     numbered = [(f"b/star{number}.svg", "lemon theme") for number in range(4)]  # four equal names
@@ -156,10 +156,11 @@ def test_titles_of_collections_give_way_to_file_names(clipart: Any) -> None:
         "b/b__trash_full.png": ["trash full", "trash full: fruit"],
         "b/b__kiwi.png": ["kiwi", "kiwi: fruit"],
     }
-
-
-def test_similar_drawings_of_a_chain_are_not_all_dropped(clipart: Any) -> None:
-    """A twin of a drawing that is left out is compared with those that are kept alone."""
+    assert clipart.clean(" Big_Red  Apple (2)") == "big red apple"
+    assert clipart.clean("gelato all&amp;#39;italiana") == "gelato all'italiana"
+    assert clipart.clean("tux-01.svg") == "tux"
+    assert clipart.clean("boeing 747 jet") == "boeing 747 jet"
+    # a twin of a drawing that is left out is compared with those that are kept alone.
     base = make_thumbnail(png(0), None)
     assert clipart.different([icon(clipart, 0), icon(clipart, 1)], [base, base]) == [0]
     far = make_thumbnail(png(9), None)
@@ -176,10 +177,3 @@ def png(seed: int) -> bytes:
     data = io.BytesIO()
     drawn(b"<desc>%d</desc>" % seed, 32).convert("RGB").save(data, "PNG")
     return data.getvalue()
-
-
-def test_titles_are_cleaned(clipart: Any) -> None:
-    assert clipart.clean(" Big_Red  Apple (2)") == "big red apple"
-    assert clipart.clean("gelato all&amp;#39;italiana") == "gelato all'italiana"
-    assert clipart.clean("tux-01.svg") == "tux"
-    assert clipart.clean("boeing 747 jet") == "boeing 747 jet"

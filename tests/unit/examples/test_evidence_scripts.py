@@ -44,7 +44,7 @@ def write_scores(path: Path, model: list[float]) -> Path:
     return path
 
 
-def test_errors_are_over_images_and_seeds(tmp_path: Path) -> None:
+def test_joined_scores_have_errors_over_images_and_seeds(tmp_path: Path) -> None:
     join = load("join_scores")
     low, high = [0.6, 0.8] * (COUNT // 2), [0.8, 1.0] * (COUNT // 2)
     runs = join.read_runs([write_scores(tmp_path / "a.json", low), write_scores(tmp_path / "b.json", high)])
@@ -58,10 +58,6 @@ def test_errors_are_over_images_and_seeds(tmp_path: Path) -> None:
     less = join.difference(runs, ORACLE, "psnr")
     assert less.mean == pytest.approx(0.2), "of the three captions that the row has, all of the smaller values"
     assert join.cell(runs, TRUE, COLUMNS[0]) is None
-
-
-def test_better_needs_two_standard_errors() -> None:
-    join = load("join_scores")
     assert join.Value(0.21, 0.1).verdict(lower_is_better=False) == "better"
     assert join.Value(0.21, 0.1).verdict(lower_is_better=True) == "worse"
     assert join.Value(0.19, 0.1).verdict(lower_is_better=False) == ""
@@ -178,9 +174,6 @@ def test_an_item_without_an_answer_is_reported(sheet: ModuleType, tmp_path: Path
     path.write_text("item,right\n1,y\n2,\n")
     with pytest.raises(SystemExit, match="item 2 has no y or n"):
         sheet.read_answers(path, [0, 1])
-
-
-def test_kappa_has_its_known_values(sheet: ModuleType) -> None:
     first = [True] * 25 + [False] * 25
     second = [True] * 20 + [False] * 5 + [True] * 10 + [False] * 15
     assert sheet.kappa(first, second) == pytest.approx(0.4)

@@ -24,7 +24,7 @@ def losses(out: Path) -> list[float]:
     return [event["loss"] for event in read_log(out / "log.jsonl") if event["event"] == "step"]
 
 
-def test_it_trains_in_one_stage_or_two_and_draws(tmp_path: Path) -> None:
+def test_it_is_short_trains_in_one_stage_or_two_and_draws(tmp_path: Path) -> None:
     images = tmp_path / "images"
     images.mkdir()
     for number in range(5):
@@ -37,7 +37,4 @@ def test_it_trains_in_one_stage_or_two_and_draws(tmp_path: Path) -> None:
     assert losses(tmp_path / "one") == losses(tmp_path / "two")
     assert "blocks.0.linear1.weight" in load_file(tmp_path / "one" / "epoch-1.safetensors")
     assert (tmp_path / "one" / "samples" / "step-00000004.png").is_file()
-
-
-def test_it_is_short() -> None:
     assert len(SCRIPT.read_text(encoding="utf-8").splitlines()) <= 60

@@ -45,7 +45,7 @@ def test_the_loss_is_the_velocity_error_at_the_drawn_time() -> None:
     assert FlowMatchSFTLoss()(perfect(inputs, "latents"), inputs).abs().max() < 1e-10
 
 
-def test_a_mask_has_a_value_per_latent_pixel_and_a_weight_outside() -> None:
+def test_masks_and_weights_count_in_the_loss() -> None:
     mask = torch.zeros(3, 4, 4)
     mask[:, :, :2] = 1
     inputs = batch(mask=mask)
@@ -61,6 +61,12 @@ def test_a_mask_has_a_value_per_latent_pixel_and_a_weight_outside() -> None:
         FlowMatchSFTLoss()(denoise, batch(mask=torch.ones(3, 2, 2)))
     with pytest.raises(UserError, match="outside_mask_weight"):
         FlowMatchSFTLoss(outside_mask_weight=1.5)
+    # prior preservation: class images count by their weight.
+    weights = torch.tensor([1.0, 0.5, 0.0])
+    plain, weighted = (
+        FlowMatchSFTLoss()(lambda noisy, t, values: noisy, values) for values in (batch(), batch(loss_weight=weights))
+    )
+    assert torch.allclose(weighted, plain * weights)
 
 
 @pytest.mark.parametrize(
@@ -104,15 +110,6 @@ def test_fixed_times_are_the_quantiles_themselves(settings: dict[str, Any]) -> N
 def test_a_wrong_patch_size_is_an_error(patch_size: Any) -> None:
     with pytest.raises(UserError, match=r"patch_size is .*; give a number of latent pixels, or one per axis"):
         FlowMatchSFTLoss(patch_size=patch_size)
-
-
-def test_a_weight_multiplies_a_samples_loss() -> None:
-    """Prior preservation: class images count by their weight."""
-    weights = torch.tensor([1.0, 0.5, 0.0])
-    plain, weighted = (
-        FlowMatchSFTLoss()(lambda noisy, t, values: noisy, values) for values in (batch(), batch(loss_weight=weights))
-    )
-    assert torch.allclose(weighted, plain * weights)
 
 
 def test_preferences_are_learned_against_the_reference() -> None:

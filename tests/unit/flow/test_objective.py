@@ -41,23 +41,15 @@ def test_the_path_and_its_velocity() -> None:
     np.testing.assert_allclose(velocity(clean, noise), wide(noise) - wide(clean), atol=1e-6)
 
 
-def test_squared_error_of_each_sample(pair: tuple[Tensor, Tensor]) -> None:
+def test_errors_of_each_sample_respect_the_mask_in_float32(pair: tuple[Tensor, Tensor]) -> None:
     predicted, target = pair
     expected = ((wide(predicted) - wide(target)) ** 2).mean(axis=(1, 2, 3))
     np.testing.assert_allclose(flow_loss(predicted, target), expected, rtol=1e-5)
-
-
-def test_a_mask_is_normalised(pair: tuple[Tensor, Tensor]) -> None:
-    predicted, target = pair
     torch.testing.assert_close(flow_loss(predicted, target, torch.ones(B, H, W)), flow_loss(predicted, target))
     where = mask()
     torch.testing.assert_close(flow_loss(predicted, target, 0.25 * where), flow_loss(predicted, target, where))
     constant = target + 2.0  # the same error everywhere: any mask must give the same loss
     torch.testing.assert_close(flow_loss(constant, target, where), torch.full((B,), 4.0))
-
-
-def test_masked_loss_equals_a_plain_loop(pair: tuple[Tensor, Tensor]) -> None:
-    predicted, target = pair
     weight = torch.rand(B, H, W, generator=torch.Generator().manual_seed(5))
     for b, loss in enumerate(flow_loss(predicted, target, weight).tolist()):
         total = share = 0.0
@@ -67,6 +59,14 @@ def test_masked_loss_equals_a_plain_loop(pair: tuple[Tensor, Tensor]) -> None:
                     total += float(weight[b, y, x]) * (float(predicted[b, c, y, x]) - float(target[b, c, y, x])) ** 2
                     share += float(weight[b, y, x])
         assert loss == pytest.approx(total / share, rel=1e-5)
+    where = mask()
+    error = np.sqrt((wide(predicted) - wide(target)) ** 2 + 0.25) - 0.5
+    expected = [error[b][:, where[b].numpy() > 0].mean() for b in range(B)]
+    np.testing.assert_allclose(flow_loss(predicted, target, where, 0.5), expected, rtol=1e-5)
+    predicted, target = (tensor.bfloat16() for tensor in pair)
+    assert flow_loss(predicted, target).dtype == torch.float32
+    expected = ((wide(predicted.float()) - wide(target.float())) ** 2).mean(axis=(1, 2, 3))
+    np.testing.assert_allclose(flow_loss(predicted, target), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("factor", [1e-4, 1 / 255, 7.0, 1e5])
@@ -92,21 +92,6 @@ def test_pseudo_huber_is_exact(c: float) -> None:
     np.testing.assert_allclose(losses, [float(value) for value in exact], rtol=1e-6)
 
 
-def test_pseudo_huber_respects_the_mask(pair: tuple[Tensor, Tensor]) -> None:
-    predicted, target = pair
-    where = mask()
-    error = np.sqrt((wide(predicted) - wide(target)) ** 2 + 0.25) - 0.5
-    expected = [error[b][:, where[b].numpy() > 0].mean() for b in range(B)]
-    np.testing.assert_allclose(flow_loss(predicted, target, where, 0.5), expected, rtol=1e-5)
-
-
-def test_losses_are_computed_in_float32(pair: tuple[Tensor, Tensor]) -> None:
-    predicted, target = (tensor.bfloat16() for tensor in pair)
-    assert flow_loss(predicted, target).dtype == torch.float32
-    expected = ((wide(predicted.float()) - wide(target.float())) ** 2).mean(axis=(1, 2, 3))
-    np.testing.assert_allclose(flow_loss(predicted, target), expected, rtol=1e-5)
-
-
 def test_text_reconstruction_has_gradients_for_the_text_only() -> None:
     text, target = normal(3, 4, 8, seed=1).requires_grad_(), normal(3, 4, 8, seed=2).requires_grad_()
     loss = text_reconstruction_loss(text, target)
@@ -115,6 +100,15 @@ def test_text_reconstruction_has_gradients_for_the_text_only() -> None:
     loss.sum().backward()
     assert text.grad is not None
     assert target.grad is None
+    lengths = torch.tensor([4, 1, 3])
+    text, target = normal(3, 4, 8, seed=1).requires_grad_(), normal(3, 4, 8, seed=2)
+    padding = torch.arange(4) >= lengths[:, None]
+    expected = text_reconstruction_loss(text, target, lengths)
+    expected.sum().backward()
+    assert not text.grad[padding].any()
+    assert text.grad[~padding].all()
+    dirty = [tensor.detach().masked_fill(padding[..., None], float("inf")) for tensor in (text, target)]
+    assert torch.equal(text_reconstruction_loss(*dirty, lengths), expected.detach())
 
 
 @pytest.mark.parametrize("lengths", [None, [4, 1, 3]])
@@ -126,19 +120,6 @@ def test_text_reconstruction_equals_a_plain_loop(lengths: list[int] | None) -> N
             (float(text[b, token, d]) - float(target[b, token, d])) ** 2 for token in range(count) for d in range(8)
         ]
         assert float(losses[b]) == pytest.approx(sum(squares) / len(squares), rel=1e-5)
-
-
-def test_text_reconstruction_ignores_padding() -> None:
-    lengths = torch.tensor([4, 1, 3])
-    text, target = normal(3, 4, 8, seed=1).requires_grad_(), normal(3, 4, 8, seed=2)
-    padding = torch.arange(4) >= lengths[:, None]
-    expected = text_reconstruction_loss(text, target, lengths)
-    expected.sum().backward()
-    assert text.grad is not None
-    assert not text.grad[padding].any()
-    assert text.grad[~padding].all()
-    dirty = [tensor.detach().masked_fill(padding[..., None], float("inf")) for tensor in (text, target)]
-    assert torch.equal(text_reconstruction_loss(*dirty, lengths), expected.detach())
 
 
 # --- alignment of two blocks (LayerSync) -----------------------------------------------------------
@@ -163,9 +144,6 @@ def test_alignment_equals_a_plain_loop_and_its_derivative() -> None:
             expected = (cosine * a / a.norm() - b / b.norm()) / a.norm() / 3
             torch.testing.assert_close(early.grad[at, token], expected, rtol=1e-5, atol=1e-7)
         assert float(losses[at].detach()) == pytest.approx(1 - sum(cosines) / 3, rel=1e-6)
-
-
-def test_aligned_tokens_have_no_loss_whatever_their_norm() -> None:
     tokens = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(6))
     assert float(alignment_loss(tokens, 7 * tokens).abs().max()) < 1e-6
     torch.testing.assert_close(alignment_loss(tokens, -tokens), torch.full((2,), 2.0))

@@ -63,9 +63,6 @@ def test_preferences_have_the_loss_of_tasks() -> None:
     torch.testing.assert_close(each, expected)
     assert objective.weights == {"dpo": 0.5}
     assert objective.reads == ("moments.rejected",)
-
-
-def test_an_untrained_model_does_not_prefer() -> None:
     _, batch = pair()
     model = Scaled(0.7, 0.7)
     objective = Objectives([FlowMatching(), Preference()])

@@ -82,12 +82,6 @@ def test_dpm_shifts_by_size_as_training_did(sampled: Any) -> None:
         assert seen[round(math.log(shift), 6)] == pytest.approx(shift * 0.4995 / (1 + (shift - 1) * 0.4995), abs=1e-4)
 
 
-def test_dpm_keeps_the_models_own_dynamic_shift() -> None:
-    keys = {"base_shift": 0.4, "max_shift": 1.3, "base_image_seq_len": 64, "max_image_seq_len": 1024}
-    dpm = scheduler("dpm++", FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, **keys))
-    assert {key: dpm.config[key] for key in keys} == keys
-
-
 def test_what_diffusers_does_not_support_is_refused() -> None:
     with pytest.raises(UserError, match=r"--sampler ddim: .* choose one of euler, heun, dpm\+\+"):
         scheduler("ddim", flow_scheduler(1.0, False))
@@ -103,3 +97,6 @@ def test_what_diffusers_does_not_support_is_refused() -> None:
     with pytest.raises(UserError, match=r"--sampler dpm\+\+: .* a FlowMatchHeunDiscreteScheduler; leave the option"):
         scheduler("dpm++", heun)
     assert scheduler("euler", heun) is heun, "the model's own"
+    keys = {"base_shift": 0.4, "max_shift": 1.3, "base_image_seq_len": 64, "max_image_seq_len": 1024}
+    dpm = scheduler("dpm++", FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, **keys))
+    assert {key: dpm.config[key] for key in keys} == keys

@@ -30,15 +30,16 @@ def logit_normal_cdf(t: float, scale: float, mean: float = 0.0) -> float:
     return 0.5 * (1 + math.erf((math.log(t / (1 - t)) - mean) / (scale * math.sqrt(2))))
 
 
-def test_uniform_is_the_quantile_itself() -> None:
+def test_quantiles_have_closed_forms() -> None:
     assert [quantile_to_time(u, "uniform") for u in (0.0, 0.25, 0.9)] == [0.0, 0.25, 0.9]
-
-
-def test_closed_form_quantiles() -> None:
     assert quantile_to_time(0.5, "logit_normal") == 0.5
     one_sigma = 0.5 * (1 + math.erf(1 / math.sqrt(2)))
     assert quantile_to_time(one_sigma, "logit_normal") == pytest.approx(1 / (1 + math.exp(-1)), abs=1e-9)
     assert quantile_to_time(one_sigma, "logit_normal", 2.0) == pytest.approx(1 / (1 + math.exp(-2)), abs=1e-9)
+    for u in (1e-12, 1 - 1e-12):
+        assert 0 < quantile_to_time(u, "logit_normal", 1.0) < 1
+    with pytest.raises(AssertionError):
+        quantile_to_time(0.5, "cosine")
 
 
 @pytest.mark.parametrize("scale", [0.5, 1.0, 1.7])
@@ -47,24 +48,19 @@ def test_the_quantile_function_inverts_the_distribution_function(scale: float) -
         assert logit_normal_cdf(quantile_to_time(float(u), "logit_normal", scale), scale) == pytest.approx(u, abs=1e-7)
 
 
-def test_extreme_quantiles_stay_inside() -> None:
-    for u in (1e-12, 1 - 1e-12):
-        assert 0 < quantile_to_time(u, "logit_normal", 1.0) < 1
-
-
-def test_shift_is_its_definition() -> None:
+def test_shifts_are_their_definitions() -> None:
     for shift in (0.5, 1.0, 3.0, 6.0):
         for t in np.linspace(0, 1, 11):
             assert shift_time(float(t), shift) == pytest.approx(shift * t / (1 + (shift - 1) * t), abs=1e-12)
     assert shift_time(0.3, 1.0) == 0.3
     assert shift_time(0.5, 3.0) == pytest.approx(0.75)
-
-
-def test_flux_shift_at_its_two_anchors() -> None:
     assert resolution_shift(256) == pytest.approx(math.exp(0.5))
     assert resolution_shift(4096) == pytest.approx(math.exp(1.15))
     assert resolution_shift(2176) == pytest.approx(math.exp(0.825))
     assert resolution_shift(256) < resolution_shift(1024) < resolution_shift(4096)
+    assert constant_shift(settings(), 1024) is None
+    assert constant_shift(settings(flux_shift=True), 1024) is None
+    assert constant_shift(settings(shift=3.0), 1024) == 3.0
 
 
 def test_times_apply_the_configured_shift() -> None:
@@ -86,16 +82,14 @@ def test_the_sqrt_shift_is_the_ratio_of_the_sides(tokens: int, factor: float) ->
     assert times_from_quantiles([0.3], tokens, keys) == [shift_time(quantile_to_time(0.3, "logit_normal"), factor)]
 
 
-def test_a_sampler_has_no_constant_shift_without_one() -> None:
-    assert constant_shift(settings(), 1024) is None
-    assert constant_shift(settings(flux_shift=True), 1024) is None
-    assert constant_shift(settings(shift=3.0), 1024) == 3.0
-
-
 def test_fixed_times_are_not_quantiles() -> None:
     keys = settings(shift=3.0, logit_mean=1.0, uniform_share=0.2)
     assert times_from_quantiles([FixedTime(0.3), FixedTime(0.9)], 4096, keys) == [0.3, 0.9]
     assert f"{FixedTime(0.3)}" == "0.3"
+    # bit for bit: the golden losses depend on it.
+    for u in (1e-12, 0.123456789, 0.5, 0.987654321):
+        before = 1 / (1 + math.exp(-1.3 * NormalDist().inv_cdf(u)))
+        assert times_from_quantiles([u], 256, settings(sigmoid_scale=1.3)) == [before]
 
 
 @pytest.mark.parametrize(("mean", "scale"), [(0.5, 1.0), (-1.0, 0.7)])
@@ -114,15 +108,3 @@ def test_a_share_of_the_times_is_uniform(share: float) -> None:
     assert all(0 < early < late < 1 for early, late in pairwise(times))
     for u, t in zip(quantiles[1:-1], times[1:-1], strict=True):
         assert share * t + (1 - share) * logit_normal_cdf(t, 0.8, 0.3) == pytest.approx(u, abs=1e-9)
-
-
-def test_without_new_keys_nothing_changes() -> None:
-    """Bit for bit: the golden losses depend on it."""
-    for u in (1e-12, 0.123456789, 0.5, 0.987654321):
-        before = 1 / (1 + math.exp(-1.3 * NormalDist().inv_cdf(u)))
-        assert times_from_quantiles([u], 256, settings(sigmoid_scale=1.3)) == [before]
-
-
-def test_an_unknown_method_is_rejected() -> None:
-    with pytest.raises(AssertionError):
-        quantile_to_time(0.5, "cosine")

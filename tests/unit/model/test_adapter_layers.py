@@ -84,7 +84,7 @@ def test_only_a_new_adapter_trains_and_outputs_do_not_change(kind: dict[str, Any
     assert not torch.allclose(output(transformer), before, atol=1e-3)
 
 
-def test_targets_may_be_patterns_and_unmatched_ones_are_named() -> None:
+def test_targets_casts_and_ranks_of_adapters() -> None:
     transformer = stock()
     names = add_adapter(transformer, adapter(target_modules=["transformer_blocks.1.attn.to_[qk]", "ff.net.*"]), 0)
     assert set(names) == {
@@ -98,9 +98,6 @@ def test_targets_may_be_patterns_and_unmatched_ones_are_named() -> None:
         add_adapter(transformer, adapter(), 0)
     with pytest.raises(UserError, match="already has an adapter"):
         add_adapter(transformer, adapter(type="loha"), 0)
-
-
-def test_only_frozen_parameters_are_cast() -> None:
     transformer = stock()
     add_adapter(transformer, adapter(), 0)
     cast_frozen_linears(transformer, torch.bfloat16)
@@ -112,6 +109,10 @@ def test_only_frozen_parameters_are_cast() -> None:
     expected = {(True, True, torch.float32), (False, True, torch.bfloat16), (False, False, torch.float32)}
     assert kinds == expected
     assert all(buffer.dtype != torch.bfloat16 for buffer in transformer.buffers())
+    # diffusion-pipe's `rank = 1e6` asks for this; the message about it names this rank.
+    transformer = stock()
+    add_adapter(transformer, adapter(type="lokr", rank=65536), 0)
+    assert {name.split(".")[-2] for name in state(transformer)} == {"lokr_w1", "lokr_w2"}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -125,13 +126,6 @@ def test_a_lora_computes_in_its_dtype(dtype: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         output(transformer)
     assert seen == [getattr(torch, dtype)]
-
-
-def test_a_lokr_of_the_largest_rank_stores_full_matrices() -> None:
-    """diffusion-pipe's `rank = 1e6` asks for this; the message about it names this rank."""
-    transformer = stock()
-    add_adapter(transformer, adapter(type="lokr", rank=65536), 0)
-    assert {name.split(".")[-2] for name in state(transformer)} == {"lokr_w1", "lokr_w2"}
 
 
 @pytest.mark.parametrize("kind", ["lokr", "loha"])

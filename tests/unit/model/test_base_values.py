@@ -9,14 +9,7 @@ import pytest
 from sd3_light.config import ModelConfig
 from sd3_light.config.faults import UserError
 from sd3_light.core.start import MARKER
-from sd3_light.model.base_values import (
-    FLUX_LINE,
-    ShiftLine,
-    kept_scheduler,
-    other_shift,
-    shift_line,
-    with_base_values,
-)
+from sd3_light.model.base_values import FLUX_LINE, ShiftLine, kept_scheduler, other_shift, shift_line, with_base_values
 from sd3_light.tensor_file import METADATA_KEY, header_bytes
 
 PRETRAIN = {"train_type": "sd3_light_pretrain"}
@@ -49,25 +42,11 @@ def values(table: ModelConfig) -> tuple[float | None, str | None]:
     return resolved.shift, resolved.uncond_text
 
 
-def test_fine_tuning_takes_the_scheduler_of_its_folder(sd3: Path) -> None:
+def test_values_are_those_of_the_folder_unless_given(sd3: Path) -> None:
     assert values(model(sd3)) == (3.0, "empty")
     (sd3 / "scheduler/scheduler_config.json").write_text('{"shift": 3}')
     assert values(model(sd3)) == (3.0, "empty")
     assert type(with_base_values(model(sd3)).shift) is float
-
-
-@pytest.mark.parametrize("keys", [PRETRAIN, {**PRETRAIN, "init": "random"}, {"init": "random", "size": "tiny2"}])
-def test_random_weights_take_nothing(sd3: Path, keys: dict[str, str]) -> None:
-    assert values(model(sd3, **keys)) == (None, "zero")
-    assert other_shift(model(sd3, **keys)) is None
-
-
-def test_a_folder_of_init_is_pretraining(sd3: Path) -> None:
-    (sd3 / MARKER).write_text("{}")
-    assert values(model(sd3, **PRETRAIN)) == (None, "zero")
-
-
-def test_given_values_stay_and_another_shift_is_named(sd3: Path) -> None:
     assert values(model(sd3, shift=1.0, uncond_text="zero")) == (1.0, "zero")
     line = f"model.shift = 1, but the scheduler of {sd3} has shift 3; leave it out to train and sample with 3"
     assert other_shift(model(sd3, shift=1.0)) == line
@@ -75,6 +54,15 @@ def test_given_values_stay_and_another_shift_is_named(sd3: Path) -> None:
     for key in ("flux_shift", "sqrt_shift"):
         assert values(model(sd3, **{key: True})) == (None, "empty")
         assert (other_shift(model(sd3, **{key: True})) or "").startswith(f"model.{key} = true, but the scheduler of ")
+    assert kept_scheduler(model(sd3)) is None
+    (sd3 / MARKER).write_text("{}")
+    assert values(model(sd3, **PRETRAIN)) == (None, "zero")
+
+
+@pytest.mark.parametrize("keys", [PRETRAIN, {**PRETRAIN, "init": "random"}, {"init": "random", "size": "tiny2"}])
+def test_random_weights_take_nothing(sd3: Path, keys: dict[str, str]) -> None:
+    assert values(model(sd3, **keys)) == (None, "zero")
+    assert other_shift(model(sd3, **keys)) is None
 
 
 @pytest.mark.parametrize("keys", [{}, PRETRAIN])
@@ -87,18 +75,9 @@ def test_initial_weights_bring_their_own_values(sd3: Path, tmp_path: Path, keys:
     assert values(model(sd3, init=str(own), **keys)) == (6.0, "empty")
 
 
-def test_a_denoiser_alone_gets_the_scheduler_of_the_folder(sd3: Path, tmp_path: Path) -> None:
+def test_denoisers_and_files_alone_get_the_scheduler_of_the_folder(sd3: Path, tmp_path: Path) -> None:
     alone = folder(tmp_path / "alone")
     assert values(model(sd3, init=str(alone))) == (3.0, "empty")
-
-
-def single_file(path: Path, **metadata: Any) -> Path:
-    stored = {METADATA_KEY: json.dumps({"config": {}, **metadata})} if metadata else {}
-    path.write_bytes(header_bytes([], stored))
-    return path
-
-
-def test_a_single_file_brings_its_metadata_or_gets_the_scheduler_of_the_folder(sd3: Path, tmp_path: Path) -> None:
     foreign = single_file(tmp_path / "foreign.safetensors")
     assert values(model(sd3, init=str(foreign))) == (3.0, "empty")
     facts = {"text": {"uncond_text": "zero"}}
@@ -106,6 +85,12 @@ def test_a_single_file_brings_its_metadata_or_gets_the_scheduler_of_the_folder(s
     assert values(model(sd3, init=str(own))) == (6.0, "zero")
     bare = single_file(tmp_path / "bare.safetensors", scheduler={}, facts={})
     assert values(model(sd3, init=str(bare))) == (3.0, "empty")
+
+
+def single_file(path: Path, **metadata: Any) -> Path:
+    stored = {METADATA_KEY: json.dumps({"config": {}, **metadata})} if metadata else {}
+    path.write_bytes(header_bytes([], stored))
+    return path
 
 
 def test_a_dynamic_scheduler_is_kept(tmp_path: Path) -> None:
@@ -123,6 +108,13 @@ def test_a_dynamic_scheduler_is_kept(tmp_path: Path) -> None:
     for keys in ({"shift": 3.0}, {"sqrt_shift": True}, PRETRAIN):
         assert kept_scheduler(model(flux, **keys)) is None
     assert shift_line(model(flux, **PRETRAIN)) == FLUX_LINE
+    assert values(model(folder(tmp_path / "none"))) == (None, "empty")
+    assert values(model(folder(tmp_path / "other", {"_class_name": "OtherScheduler"}))) == (None, "empty")
+    assert other_shift(model(tmp_path / "other")) is None
+    with pytest.raises(UserError, match=r"its scheduler has shift 5000; write model\.shift"):
+        with_base_values(model(folder(tmp_path / "huge", {"shift": 5000.0})))
+    with pytest.raises(UserError, match="which is not a number"):
+        with_base_values(model(folder(tmp_path / "wrong", {"shift": "3"})))
 
 
 def test_the_numbers_of_a_shift_by_resolution_are_those_of_the_scheduler(tmp_path: Path, sd3: Path) -> None:
@@ -134,17 +126,3 @@ def test_the_numbers_of_a_shift_by_resolution_are_those_of_the_scheduler(tmp_pat
     with pytest.raises(UserError, match="shifts between equal numbers of tokens"):
         shift_line(model(equal))
     assert values(model(folder(tmp_path / "wan", {"flow_shift": 5.0}))) == (5.0, "empty")
-
-
-def test_a_constant_scheduler_is_made_from_the_shift(sd3: Path) -> None:
-    assert kept_scheduler(model(sd3)) is None
-
-
-def test_schedulers_without_a_usable_shift(tmp_path: Path) -> None:
-    assert values(model(folder(tmp_path / "none"))) == (None, "empty")
-    assert values(model(folder(tmp_path / "other", {"_class_name": "OtherScheduler"}))) == (None, "empty")
-    assert other_shift(model(tmp_path / "other")) is None
-    with pytest.raises(UserError, match=r"its scheduler has shift 5000; write model\.shift"):
-        with_base_values(model(folder(tmp_path / "huge", {"shift": 5000.0})))
-    with pytest.raises(UserError, match="which is not a number"):
-        with_base_values(model(folder(tmp_path / "wrong", {"shift": "3"})))

@@ -189,7 +189,7 @@ def compiled(model: Stack) -> Stack:
     return model
 
 
-def test_blocks_are_spread() -> None:
+def test_blocks_are_spread_and_their_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert swapped_blocks(0, 6) == []
     assert swapped_blocks("all", 6) == swapped_blocks(9, 6) == [0, 1, 2, 3, 4, 5]
     assert swapped_blocks(3, 6) == [1, 3, 5]
@@ -200,9 +200,6 @@ def test_blocks_are_spread() -> None:
             assert len(set(numbers)) == count
             assert max(gaps, default=0) - min(gaps, default=0) <= 1
     assert BUFFERS == SWAP_BUFFERS
-
-
-def test_memory_is_given_back_with_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     unpinned: list[list[int]] = []
     monkeypatch.setattr(block_swap, "_unpin", lambda addresses, device: unpinned.append(list(addresses)))
     model = Stack(3)

@@ -99,7 +99,6 @@ def test_gradients_are_those_of_the_rounded_weight(form: str, dtype: torch.dtype
     x = torch.randn(2, 20, 256, dtype=dtype, requires_grad=True)
     gradient = torch.randn(2, 20, 192, dtype=dtype)
     rounded(x).backward(gradient)
-    assert x.grad is not None
     assert x.grad.dtype == dtype
     assert error(x.grad, gradient.float() @ rounded.dequantize()) < (1e-5 if dtype == torch.float32 else 0.01)
     assert all(weight.grad is None for weight in rounded.parameters())

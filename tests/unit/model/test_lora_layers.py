@@ -12,13 +12,7 @@ from sd3_light.config import SIZES, AdapterConfig
 from sd3_light.config.faults import UserError
 from sd3_light.config.schema_tables import LORA_TARGETS
 from sd3_light.model.adapter_layers import add_adapter
-from sd3_light.model.lora_layers import (
-    LoraModule,
-    is_lora_name,
-    load_lora,
-    lora_modules,
-    lora_scale,
-)
+from sd3_light.model.lora_layers import LoraModule, is_lora_name, load_lora, lora_modules, lora_scale
 from tests.tiny_sd3 import perturbed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -86,7 +80,7 @@ def forward(transformer: torch.nn.Module) -> Tensor:
     return output
 
 
-def test_targets_are_ends_of_names() -> None:
+def test_new_adapters_have_their_targets_dtype_and_seed() -> None:
     names = add_lora(stock(), 2, 2.0, LORA_TARGETS)
     assert len(names) == 2 * 8 - 1, "the last block has no text output"
     assert "transformer_blocks.1.attn.to_out.0" in names
@@ -94,6 +88,23 @@ def test_targets_are_ends_of_names() -> None:
         "transformer_blocks.0.attn.to_q",
         "proj_out",
     )
+    transformer = stock().to(torch.bfloat16)
+    add_lora(transformer, 4, 4.0, TARGETS)
+    assert {tensor.dtype for tensor in lora_state(transformer).values()} == {torch.float32}
+    states = []
+    for seed in (5, 5, 6):
+        torch.rand(3)
+        transformer = stock()
+        state = torch.random.get_rng_state()
+        add_lora(transformer, 4, 4.0, TARGETS, seed=seed)
+        assert torch.equal(torch.random.get_rng_state(), state), "the global generator changed"
+        states.append(lora_state(transformer))
+    name = "transformer_blocks.0.attn.to_q.lora_A.default.weight"
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+    assert not torch.equal(states[0][name], states[2][name])
+    transformer = trained(alpha=6.0)
+    with pytest.raises(UserError, match="already has an adapter"):
+        add_lora(transformer, 4, 4.0, ("attn.to_v",))
 
 
 @pytest.mark.parametrize(
@@ -110,26 +121,6 @@ def test_a_target_without_a_layer_is_an_error(target: str, message: str) -> None
     with pytest.raises(UserError, match=message):
         add_lora(transformer, 2, 2.0, ("attn.to_k", target))
     assert not lora_state(transformer), "and nothing was added"
-
-
-def test_adapters_of_a_bfloat16_model_are_float32() -> None:
-    transformer = stock().to(torch.bfloat16)
-    add_lora(transformer, 4, 4.0, TARGETS)
-    assert {tensor.dtype for tensor in lora_state(transformer).values()} == {torch.float32}
-
-
-def test_new_weights_are_a_pure_function_of_the_seed() -> None:
-    states = []
-    for seed in (5, 5, 6):
-        torch.rand(3)
-        transformer = stock()
-        state = torch.random.get_rng_state()
-        add_lora(transformer, 4, 4.0, TARGETS, seed=seed)
-        assert torch.equal(torch.random.get_rng_state(), state), "the global generator changed"
-        states.append(lora_state(transformer))
-    name = "transformer_blocks.0.attn.to_q.lora_A.default.weight"
-    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
-    assert not torch.equal(states[0][name], states[2][name])
 
 
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
@@ -150,12 +141,6 @@ def test_applied_updates_equal_pefts_merge() -> None:
                 parameter.copy_(lora_state(ours)[name.removeprefix("base_model.model.")])
     expected = theirs.merge_and_unload().state_dict()
     assert all((tensor - expected[name]).abs().max() < 1e-6 for name, tensor in merged(ours).state_dict().items())
-
-
-def test_a_second_lora_is_rejected() -> None:
-    transformer = trained(alpha=6.0)
-    with pytest.raises(UserError, match="already has an adapter"):
-        add_lora(transformer, 4, 4.0, ("attn.to_v",))
 
 
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
@@ -192,13 +177,6 @@ def test_mismatched_weights_are_named(modules: dict[str, LoraModule], message: s
     assert all(torch.equal(tensor, before[name]) for name, tensor in lora_state(transformer).items())
 
 
-def test_scales() -> None:
-    assert lora_scale(16, 8.0) == 0.5
-    assert lora_scale(16, 8.0, use_rslora=True) == 2.0
-    assert {module.scale for module in lora_modules(trained(alpha=6.0)).values()} == {1.5}
-    assert {module.scale for module in lora_modules(trained(alpha=6.0, use_rslora=True)).values()} == {3.0}
-
-
 def test_a_convolution_is_updated_in_its_shape() -> None:
     generator = torch.Generator().manual_seed(0)
     conv = torch.randn(6, 3, 2, 2, generator=generator)
@@ -207,3 +185,7 @@ def test_a_convolution_is_updated_in_its_shape() -> None:
     low = torch.nn.functional.conv2d(torch.nn.functional.conv2d(image, module.down), module.up)
     expected = torch.nn.functional.conv2d(image, conv) + 0.5 * low
     assert torch.allclose(torch.nn.functional.conv2d(image, module.applied(conv)), expected, atol=1e-5)
+    assert lora_scale(16, 8.0) == 0.5
+    assert lora_scale(16, 8.0, use_rslora=True) == 2.0
+    assert {module.scale for module in lora_modules(trained(alpha=6.0)).values()} == {1.5}
+    assert {module.scale for module in lora_modules(trained(alpha=6.0, use_rslora=True)).values()} == {3.0}

@@ -97,13 +97,21 @@ def test_autocast_applies_as_to_a_stock_layer(bits: int) -> None:
     assert holder[0](x).dtype == torch.float32
 
 
-def test_16_bits_change_nothing_and_a_model_without_blocks_is_rejected() -> None:
+def test_16_bits_change_nothing_and_a_model_without_blocks_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     model = stock()
     assert quantize_base(model, 16) == 0
     assert torch.equal(output(model), output(stock()))
     quantize_base(model, 8)
     with pytest.raises(UserError, match="has no block with a linear layer; write 16"):
         quantize_base(nn.Linear(4, 4), 8)
+    monkeypatch.setattr(quantized.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"base_bits = 4 needs bitsandbytes.* run `pip install 'sd3-light\[bnb\]'`"):
+        quantize_base(stock(), 4)
+    model = Toy()
+    model.transformer = nn.Sequential(nn.Flatten(2), nn.Linear(16, 16))
+    with pytest.raises(UserError, match="base_bits = 4 needs bitsandbytes"):
+        model.train_adapter(base_bits=4, target_modules=["1"])
+    model.train_adapter(base_bits=8, target_modules=["1"])
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -124,14 +132,3 @@ def test_a_task_trains_on_quantized_weights_and_saves_only_the_adapter(tmp_path:
         run("broken", max_steps=2)
     again = run("broken", resume=True)
     assert all(torch.equal(whole[name], again[name]) for name in whole), "resumed exactly"
-
-
-def test_a_missing_library_is_an_error_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"base_bits = 4 needs bitsandbytes.* run `pip install 'sd3-light\[bnb\]'`"):
-        quantize_base(stock(), 4)
-    model = Toy()
-    model.transformer = nn.Sequential(nn.Flatten(2), nn.Linear(16, 16))
-    with pytest.raises(UserError, match="base_bits = 4 needs bitsandbytes"):
-        model.train_adapter(base_bits=4, target_modules=["1"])
-    model.train_adapter(base_bits=8, target_modules=["1"])

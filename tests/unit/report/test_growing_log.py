@@ -109,11 +109,12 @@ def test_bins_that_lack_a_field_are_joined_with_their_neighbours() -> None:
     assert (len(loss.x), loss.nonfinite) == (NUM_BINS, [9])
     assert sum(each.size for each in few.bins) == 4 * NUM_BINS / 5
     assert few.x == sorted(few.x)
+    pieces = iter([b'{"event": "step"}\n', b'{"event": "st', b'ep"}\n', b""])
+    file: Any = SimpleNamespace(readline=lambda _: next(pieces))
+    assert list(complete_lines(file)) == [(1, b'{"event": "step"}\n')]
 
 
-def test_a_log_that_is_scanned_is_scanned_as_it_grows(
-    tmp_path: Path, parsed: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_scanned_log_is_scanned_in_growth(tmp_path: Path, parsed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_log, "MOST_PARSED", 10)
     append(tmp_path, lines([begin(), *steps(1, 1000)]))
     reader = RunReader(tmp_path)
@@ -197,12 +198,6 @@ def test_a_faulty_line_is_named_until_it_is_removed(tmp_path: Path, parsed: list
     assert parsed == [], "the same file is not read twice"
     (tmp_path / "log.jsonl").write_text(good)
     assert reader.read().last["step"]["step"] == 9
-
-
-def test_a_line_that_is_written_while_it_is_read_is_left_for_later() -> None:
-    pieces = iter([b'{"event": "step"}\n', b'{"event": "st', b'ep"}\n', b""])
-    file: Any = SimpleNamespace(readline=lambda _: next(pieces))
-    assert list(complete_lines(file)) == [(1, b'{"event": "step"}\n')]
 
 
 def test_several_threads_read_a_growing_log(tmp_path: Path) -> None:

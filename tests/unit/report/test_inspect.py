@@ -156,36 +156,14 @@ def page(written: tuple[Path, CachePage]) -> ParsedPage:
 # --- the page ------------------------------------------------------------------------------------
 
 
-def test_the_page_is_complete_and_its_links_have_targets(page: ParsedPage) -> None:
+def test_the_page_is_complete_and_runs_nothing(page: ParsedPage) -> None:
     assert page.source.startswith('<!doctype html>\n<html lang="en">')
     assert ("meta", {"charset": "utf-8"}) in page.elements
     ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
     assert {link["href"] for link in page.attributes("a")} <= {f"#{id}" for id in ids}
     assert len(ids) == len(set(ids))
-
-
-def test_the_page_loads_nothing_and_runs_nothing(page: ParsedPage) -> None:
     assert_self_contained(page)
     assert page.attributes("script") == []
-
-
-def test_text_from_data_is_escaped(page: ParsedPage) -> None:
-    assert page.text.count(HOSTILE) == 2  # a caption, and a detail of a reject
-    assert "<script" not in page.source
-
-
-def test_chinese_captions_have_a_lang_attribute(page: ParsedPage) -> None:
-    assert CHINESE in page.text
-    assert [attributes.get("lang") for _, attributes in page.elements].count("zh") == 1
-    assert CHINESE in page.source
-
-
-def test_a_long_caption_is_folded_but_complete(page: ParsedPage) -> None:
-    assert LONG in page.text
-    assert "2,003 characters" in page.text
-
-
-def test_every_image_is_embedded_and_decodes(page: ParsedPage) -> None:
     sources = [image["src"] or "" for image in page.attributes("img")]
     assert len(sources) == 7 * 2 + 1 + 2  # originals and decoded, one mask, two rejects that open
     for source in sources:
@@ -195,16 +173,41 @@ def test_every_image_is_embedded_and_decodes(page: ParsedPage) -> None:
         assert image.format == kind.upper()
 
 
-def test_decoded_images_resemble_the_originals(written: tuple[Path, CachePage]) -> None:
+def test_captions_are_escaped_folded_and_marked(page: ParsedPage) -> None:
+    assert page.text.count(HOSTILE) == 2  # a caption, and a detail of a reject
+    assert "<script" not in page.source
+    assert CHINESE in page.text
+    assert [attributes.get("lang") for _, attributes in page.elements].count("zh") == 1
+    assert CHINESE in page.source
+    assert LONG in page.text
+    assert "2,003 characters" in page.text
+    assert "Captions are cut: of 14 captions" in page.text
+    assert "exceed t5_max_length = 9" in page.text
+
+
+def test_counts_and_reconstructions_shown(page: ParsedPage, built: SmallCache, written: tuple[Path, CachePage]) -> None:
+    text = page.text
+    for part in ("7 samples in 2 buckets", "64x64 4 57.1%", "80x48 3 42.9%", "14 captions of all 7 samples: 2 per"):
+        assert part in text
+    assert "3 cropped: lose part of their border" in text
+    assert "3 rejected: inputs that are not used" in text
+    assert "50.0% fill all 9 tokens (t5_max_length)" in text
+    assert str(built.sources) in text
+    assert "0123abcd" in text
+    for reason in ("truncated", "no_caption"):
+        assert REASONS[reason] in page.text
+    shown = {reject.key.split("/")[1]: reject for reject in written[1].rejects.shown}
+    assert set(shown) == {"cut.jpg", "gone.jpg", "no_caption.png"}
+    assert shown["cut.jpg"].image
+    assert shown["no_caption.png"].image
+    assert not shown["gone.jpg"].image
+    assert shown["gone.jpg"].problem == "not found"
     content = written[1]
     assert len(content.samples) == 7
     assert content.notes == []
     assert all(sample.psnr is not None and sample.psnr > 20 for sample in content.samples)
     assert [bool(sample.masked) for sample in content.samples].count(True) == 1
     assert len({sample.origin.key for sample in content.samples}) == 7
-
-
-def test_the_worst_and_the_median_reconstruction_come_first(page: ParsedPage, written: tuple[Path, CachePage]) -> None:
     scores = sorted(sample.psnr or 0.0 for sample in written[1].samples)
     assert f"The median is {scores[3]:.1f} dB, the worst {scores[0]:.1f} dB." in page.text
     groups = group_samples(written[1].samples)
@@ -218,33 +221,6 @@ def test_the_worst_and_the_median_reconstruction_come_first(page: ParsedPage, wr
     assert places == sorted(places)
     low = replace(written[1].samples[0], psnr=12.0)
     assert "Below 20 dB: 1; this VAE does not fit these images." in render_page(replace(written[1], samples=[low]))
-
-
-def test_counts_buckets_and_lengths_are_shown(page: ParsedPage, built: SmallCache) -> None:
-    text = page.text
-    for part in ("7 samples in 2 buckets", "64x64 4 57.1%", "80x48 3 42.9%", "14 captions of all 7 samples: 2 per"):
-        assert part in text
-    assert "3 cropped: lose part of their border" in text
-    assert "3 rejected: inputs that are not used" in text
-    assert "50.0% fill all 9 tokens (t5_max_length)" in text
-    assert str(built.sources) in text
-    assert "0123abcd" in text
-
-
-def test_captions_that_were_cut_are_noted_with_the_longest(page: ParsedPage) -> None:
-    assert "Captions are cut: of 14 captions" in page.text
-    assert "exceed t5_max_length = 9" in page.text
-
-
-def test_rejects_are_shown_with_their_reasons(page: ParsedPage, written: tuple[Path, CachePage]) -> None:
-    for reason in ("truncated", "no_caption"):
-        assert REASONS[reason] in page.text
-    shown = {reject.key.split("/")[1]: reject for reject in written[1].rejects.shown}
-    assert set(shown) == {"cut.jpg", "gone.jpg", "no_caption.png"}
-    assert shown["cut.jpg"].image
-    assert shown["no_caption.png"].image
-    assert not shown["gone.jpg"].image
-    assert shown["gone.jpg"].problem == "not found"
 
 
 def test_a_seed_draws_the_same_samples(tmp_path: Path, built: SmallCache) -> None:
@@ -307,7 +283,7 @@ def test_a_damaged_shard_is_noted_and_the_others_are_shown(tmp_path: Path, copy_
     assert all("80x48.safetensors" in note for note in content.notes)
 
 
-def test_a_changed_source_is_not_shown_as_the_original(
+def test_a_changed_source_is_not_the_original(
     tmp_path: Path, built: SmallCache, copy_cache: Callable[..., Path]
 ) -> None:
     shutil.copytree(built.sources, tmp_path / "moved")
@@ -338,9 +314,7 @@ def test_half_a_surrogate_pair_does_not_stop_the_page(tmp_path: Path, copy_cache
     assert "\\ud800.jpg" in ParsedPage(tmp_path / "page.html").text
 
 
-def test_user_errors_are_raised_before_the_work(
-    tmp_path: Path, built: SmallCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_user_errors_come_before_the_work(tmp_path: Path, built: SmallCache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "sd3_light.report.inspect.cache_page.collect_content", lambda *_: pytest.fail("called too early")
     )
@@ -355,7 +329,7 @@ def test_user_errors_are_raised_before_the_work(
         write_cache_page(built.folder, tmp_path / "file" / "page.html")
 
 
-def test_a_passed_vae_that_cannot_be_used_is_a_user_error(tmp_path: Path, built: SmallCache) -> None:
+def test_files_that_cannot_be_used_are_user_errors(tmp_path: Path, built: SmallCache) -> None:
     with pytest.raises(UserError, match=r"--vae: .* has no vae/config.json"):
         write_cache_page(built.folder, tmp_path / "page.html", vae=tmp_path)
     (tmp_path / "vae").mkdir()
@@ -363,9 +337,6 @@ def test_a_passed_vae_that_cannot_be_used_is_a_user_error(tmp_path: Path, built:
     with pytest.raises(UserError, match="cannot be loaded"):
         write_cache_page(built.folder, tmp_path / "page.html", vae=tmp_path)
     assert not (tmp_path / "page.html").exists()
-
-
-def test_an_output_path_that_cannot_be_written_is_a_user_error(built: SmallCache) -> None:
     with pytest.raises(UserError, match=r"cannot write /proc/page\.html"):  # root cannot write there either
         write_cache_page(built.folder, Path("/proc/page.html"), samples=0)
 
@@ -373,18 +344,7 @@ def test_an_output_path_that_cannot_be_written_is_a_user_error(built: SmallCache
 # --- the table -----------------------------------------------------------------------------------
 
 
-def test_the_table_says_images(built: SmallCache) -> None:
-    """The manifest's count keeps its older name."""
-    inspection = inspect.run(built.folder)
-    inspection.manifest.counts["pictures"] = 9
-    console = Console(width=160, record=True, file=io.StringIO())
-    console.print(inspect.render(inspection))
-    text = " ".join(console.export_text().split())
-    assert "images 9" in text
-    assert "pictures" not in text
-
-
-def test_the_table_shows_counts_buckets_rejects_and_captions(built: SmallCache) -> None:
+def test_the_table_shows_counts_and_captions_without_markup(built: SmallCache) -> None:
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(inspect.render(inspect.run(built.folder)))
     table = console.export_text()
@@ -402,9 +362,14 @@ def test_the_table_shows_counts_buckets_rejects_and_captions(built: SmallCache) 
         assert part in text
     assert LABEL in text
     assert 10 < len(table.splitlines()) < 40
-
-
-def test_the_table_shows_captions_without_markup_and_control_codes(built: SmallCache) -> None:
+    # the manifest's count keeps its older name.
+    inspection = inspect.run(built.folder)
+    inspection.manifest.counts["pictures"] = 9
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(inspect.render(inspection))
+    text = " ".join(console.export_text().split())
+    assert "images 9" in text
+    assert "pictures" not in text
     inspection = inspect.run(built.folder)
     inspection.stats.examples[:] = ["[red]not a color[/red] \x1b[31m", "\x07bell"]
     console = Console(width=160, record=True, file=io.StringIO())

@@ -40,10 +40,21 @@ def test_words_are_counted_in_scripts_with_and_without_spaces(text: str, count: 
     assert num_words(text) == count
 
 
-def test_quantiles_are_lengths_that_occur() -> None:
+def test_lengths_buckets_keys_and_texts_are_short_and_sorted() -> None:
     lengths = Counter({2: 50, 7: 45, 90: 5})
     assert [quantile(lengths, share) for share in (0.0, 0.5, 0.51, 0.95, 0.96, 1.0)] == [2, 2, 7, 7, 90, 90]
     assert quantile(Counter(), 0.5) == 0
+    bins = histogram_bins(Counter({5: 1000, 6: 3000, 7: 2000, 9000: 1}))
+    assert len([bin for bin in bins if bin.count]) == 4
+    assert bins[-1].is_open
+    shards = [entry(0, 1, "80x48"), entry(1, 1, "64x64"), entry(2, 1, "48x80")]
+    assert [shard.bucket for shard in sorted(shards, key=bucket_order)] == ["48x80", "64x64", "80x48"]
+    places = {"diffusers_path": "x", "directory:a#0": "y", "directory:a#0/b#1": "z"}
+    assert source_label("a#0/c.jpg", places) == "a#0"
+    assert source_label("a#0/b#1/c.jpg", places) == "a#0/b#1"
+    assert source_label("other#0/c.jpg", places) == ""
+    assert shorten("One. Two.", 5) == "One…"
+    assert shorten("One.", 4) == "One."
 
 
 @pytest.mark.parametrize(
@@ -67,31 +78,19 @@ def test_bins_hold_every_caption_once(lengths: dict[int, int]) -> None:
     assert all(left.high + 1 == right.low for left, right in pairwise(bins))
 
 
-def test_one_very_long_caption_does_not_hide_the_others() -> None:
-    bins = histogram_bins(Counter({5: 1000, 6: 3000, 7: 2000, 9000: 1}))
-    assert len([bin for bin in bins if bin.count]) == 4
-    assert bins[-1].is_open
-
-
 # --- drawing ---------------------------------------------------------------------------------------
 
 
-def test_samples_are_drawn_in_proportion_to_shard_sizes() -> None:
+def test_samples_are_drawn_in_proportion_and_without_a_list() -> None:
     refs = draw_samples([entry(0, 100), entry(1, 900)], 500, seed=3)
     assert len({(ref.entry.file, ref.row) for ref in refs}) == 500
     assert all(0 <= ref.row < ref.entry.count for ref in refs)
     large = sum(ref.entry.count == 900 for ref in refs)
     assert 430 < large < 470
-
-
-def test_drawing_returns_all_samples_of_a_small_cache() -> None:
     refs = draw_samples([entry(0, 3), entry(1, 2)], 48, seed=0)
     assert [(ref.entry.file[4], ref.row) for ref in refs] == [("0", 0), ("0", 1), ("0", 2), ("1", 0), ("1", 1)]
     assert draw_samples([], 48, seed=0) == []
     assert draw_samples([entry(0, 3)], 0, seed=0) == []
-
-
-def test_drawing_from_ten_million_samples_does_not_list_them() -> None:
     shards = [entry(number, 1000) for number in range(10_000)]
     tracemalloc.start()
     refs = draw_samples(shards, 48, seed=0)
@@ -100,11 +99,6 @@ def test_drawing_from_ten_million_samples_does_not_list_them() -> None:
     assert len(refs) == 48
     assert len({ref.entry.file for ref in refs}) > 40
     assert peak < 8_000_000  # one int64 per sample would be 80 MB
-
-
-def test_buckets_are_sorted_from_tall_to_wide() -> None:
-    shards = [entry(0, 1, "80x48"), entry(1, 1, "64x64"), entry(2, 1, "48x80")]
-    assert [shard.bucket for shard in sorted(shards, key=bucket_order)] == ["48x80", "64x64", "80x48"]
 
 
 # --- rejects ---------------------------------------------------------------------------------------
@@ -121,25 +115,10 @@ def test_all_rejects_are_counted_and_every_reason_is_shown(tmp_path: Path) -> No
     # a random choice, not the first ones
     numbers = [int(reject.key[4:]) for reject in summary.shown if reject.reason == "truncated"]
     assert max(numbers) > 2500 > min(numbers)
-
-
-def test_a_small_choice_of_few_rejects_is_random_too(tmp_path: Path) -> None:
-    """A reason whose share is smaller than its reservoir must not prefer the first lines."""
+    # a reason whose share is smaller than its reservoir must not prefer the first lines.
     lines = [{"key": f"a#0/{at}", "reason": reason} for reason in ("truncated", "too_large") for at in range(10)]
     (tmp_path / "rejects.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     shown = [read_rejects(tmp_path, {}, seed, most=10).shown for seed in range(40)]
     times = Counter(reject.key for rejects in shown for reject in rejects)
     assert set(times) == {f"a#0/{at}" for at in range(10)}
     assert max(times.values()) < 3 * min(times.values())
-
-
-def test_a_key_starts_with_the_label_of_its_source() -> None:
-    places = {"diffusers_path": "x", "directory:a#0": "y", "directory:a#0/b#1": "z"}
-    assert source_label("a#0/c.jpg", places) == "a#0"
-    assert source_label("a#0/b#1/c.jpg", places) == "a#0/b#1"
-    assert source_label("other#0/c.jpg", places) == ""
-
-
-def test_a_cut_text_ends_with_one_ellipsis() -> None:
-    assert shorten("One. Two.", 5) == "One…"
-    assert shorten("One.", 4) == "One."

@@ -54,6 +54,10 @@ def test_a_preview_has_few_lines_of_the_kept_steps(long_run: Path) -> None:
     assert [x for x, _ in loss.points] == sorted({x for x, _ in loss.points})
     assert {round(y - x, 3) for x, y in middle} == {1.0, 1.5}, "before and after the resume"
     assert not any(x > 10_300 and round(y - x, 3) == 1.0 for x, y in middle), "the resumed run repeated these"
+    ends, whole = read_ends(long_run), read_run(long_run)
+    assert (ends.status, ends.begin, ends.last["step"]) == (whole.status, whole.last["start"], whole.last["step"])
+    expected = sum(1.5 + number for number in range(20_001 - LAST_LOSSES, 20_001)) / LAST_LOSSES
+    assert ends.steps["loss"].mean == [pytest.approx(expected)]
 
 
 @pytest.mark.parametrize("count", [1, 30, 300])
@@ -61,13 +65,6 @@ def test_a_preview_of_a_short_log_is_all_of_it(tmp_path: Path, count: int) -> No
     run = write(tmp_path, events(count))
     assert read_preview(run).steps["loss"].last == read_run(run).steps["loss"].last
     assert read_preview(run).steps["loss"].points[0] == read_run(run).steps["loss"].points[0]
-
-
-def test_the_ends_of_a_log_say_what_a_list_needs(long_run: Path) -> None:
-    ends, whole = read_ends(long_run), read_run(long_run)
-    assert (ends.status, ends.begin, ends.last["step"]) == (whole.status, whole.last["start"], whole.last["step"])
-    expected = sum(1.5 + number for number in range(20_001 - LAST_LOSSES, 20_001)) / LAST_LOSSES
-    assert ends.steps["loss"].mean == [pytest.approx(expected)]
 
 
 @pytest.mark.parametrize("count", [1, 2, 30, 90, 400])
@@ -92,7 +89,7 @@ def test_the_ends_of_a_damaged_log_name_the_fault_as_the_report_does(tmp_path: P
     assert said(read_ends) == said(read_run)
 
 
-def test_a_long_log_is_read_in_the_background(long_run: Path) -> None:
+def test_a_long_log_is_read_in_the_background_and_finer(long_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reader = RunReader(long_run)
     assert reader.look(1000).is_preview
     assert reader.look(1000).is_preview, "until it is read"
@@ -101,19 +98,6 @@ def test_a_long_log_is_read_in_the_background(long_run: Path) -> None:
     assert not report.is_preview
     assert report.steps["loss"].bins == read_run(long_run).steps["loss"].bins
     assert not RunReader(long_run).look(1 << 30).is_preview
-
-
-def test_a_fault_found_in_the_background_is_raised_by_the_next_look(long_run: Path, tmp_path: Path) -> None:
-    text = (long_run / "log.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "log.jsonl").write_text("".join([*text[:7000], "oops\n", *text[7000:]]))
-    reader = RunReader(tmp_path)
-    reader.look(1000)
-    reader.wait()
-    with pytest.raises(UserError, match="line 7001 is not JSON"):
-        reader.look(1000)
-
-
-def test_finer_curves_have_every_kept_value_between_two_steps(long_run: Path) -> None:
     reader = RunReader(long_run)
     assert reader.window(1, 9, ["loss"]) == {}, "it was not read"
     reader.read()
@@ -125,11 +109,18 @@ def test_finer_curves_have_every_kept_value_between_two_steps(long_run: Path) ->
         assert curves["band/a"].points == [(number, number) for number in numbers]
         assert curves.keys() == {"loss", "band/a"}
     assert reader.window(5, 4, ["loss"]) == {}
-
-
-def test_a_part_that_is_too_long_is_not_read_again(long_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_log, "MOST_FINE_BYTES", 100_000)
     reader = RunReader(long_run)
     reader.read()
     assert reader.window(1, 20_000, ["loss"]) == {}
     assert reader.window(1, 50, ["loss"])["loss"].bin_size == 1
+
+
+def test_a_fault_found_in_the_background_is_raised_by_the_next_look(long_run: Path, tmp_path: Path) -> None:
+    text = (long_run / "log.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "log.jsonl").write_text("".join([*text[:7000], "oops\n", *text[7000:]]))
+    reader = RunReader(tmp_path)
+    reader.look(1000)
+    reader.wait()
+    with pytest.raises(UserError, match="line 7001 is not JSON"):
+        reader.look(1000)

@@ -75,9 +75,6 @@ def test_steps_that_a_resumed_run_repeats_count_once_as_last_logged(write: Write
     assert report.last["step"]["step"] == 3
     assert report.resumes == [(4, 1.8e9 + 100), (2, 1.8e9 + 200)]
     assert report.seconds == pytest.approx(6 + 0 + 0)
-
-
-def test_a_new_start_discards_the_steps_before(write: Write) -> None:
     folder = write([event("start", 0, step=0), step(1, 1.0), step(2, 1.0), event("start", 9, step=0), step(1, 2.0)])
     assert loss_of(folder) == [(1, 2.0)]
 
@@ -148,9 +145,6 @@ def test_smoothing_keeps_a_level_and_a_slope() -> None:
     assert {y for _, y in smooth} == {3.0}
     slope, _ = builder.curves["slope"].smooth()
     assert slope[100:300] == [(x, x) for x in range(100, 300)]
-
-
-def test_an_even_sample_includes_the_last_event() -> None:
     sample = EvenSample()
     for x in range(10 * MOST_EVENTS + 1):
         sample.add({"step": x})
@@ -231,10 +225,7 @@ def test_the_table_shows_status_losses_and_speed(write: Write) -> None:
         ([event("start", 0)], "no step yet"),
         ([event("start", 0, step=0, total=9), step(3, 1.0)], "at step 3; running, or killed"),
         ([event("start", 0, step=0, total=3), step(3, 1.0)], "finished at step 3"),
-        (
-            [event("start", 0, step=0), step(3, 1.0), event("stop", 4, step=3, reason="SIGTERM")],
-            "step 3: SIGTERM",
-        ),
+        ([event("start", 0, step=0), step(3, 1.0), event("stop", 4, step=3, reason="SIGTERM")], "step 3: SIGTERM"),
         (
             [event("stop", 4, step=3, reason="SIGTERM"), event("resume", 5, step=3), step(4, 1.0)],
             "at step 4; running, or killed",
@@ -251,19 +242,16 @@ def test_every_log_has_a_status(write: Write, tmp_path: Path, events: list[Event
     assert status in (tmp_path / "page.html").read_text()
 
 
-def test_an_incomplete_last_line_is_ignored_and_an_invalid_one_named(write: Write) -> None:
+def test_an_incomplete_last_line_is_ignored_and_an_invalid_one_named(write: Write, tmp_path: Path) -> None:
     assert loss_of(write([step(1, 1.0)], tail='{"event": "st')) == [(1, 1.0)]
     folder = write([step(1, 1.0)], tail="{oops\n")
     with pytest.raises(UserError, match="line 2 is not JSON"):
         stage.run(folder)
-
-
-def test_a_missing_log_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such log"):
-        stage.run(tmp_path)
+        stage.run(tmp_path / "none")
 
 
-def test_a_validation_loss_has_the_interval_of_its_standard_error(write: Write) -> None:
+def test_validation_losses_and_measurements_have_intervals(write: Write) -> None:
     errors: list[dict[str, Any]] = [{"flow_se": 0.1}, {}, {"flow_se": "nan"}, {"flow_se": 0.2}]
     evals = [
         event("eval", 1, step=10 * x, set="held", weights="ema", flow=1.0, **each)
@@ -275,10 +263,13 @@ def test_a_validation_loss_has_the_interval_of_its_standard_error(write: Write) 
     assert chart.lines[0].interval == [
         (x, *(pytest.approx(1 + end * 1.96 * error) for end in (-1, 1))) for x, error in ((10, 0.1), (40, 0.2))
     ]
-
-
-def test_a_time_that_is_not_finite_has_a_color() -> None:
-    assert _ramp_color("inf") == _ramp_color("no number") == _ramp_color("0.1")
+    value = {"value": 2.0, "low": 1.0, "high": 3.0}
+    events = [event("metrics", 1, step=x, set="held", weights="ema", kid=value, retrieval=None) for x in (10, 20)]
+    report = stage.run(write(events))
+    assert report.metrics["held", "ema"]["kid/low"].points == [(10, 1.0), (20, 1.0)]
+    (chart,) = (chart for chart in validation_charts(report) if "KID" in chart.title)
+    assert [(line.name, line.interval) for line in chart.lines] == [("KID", [(10, 1.0, 3.0), (20, 1.0, 3.0)])]
+    assert "metrics" not in report.events
 
 
 def test_x_values_follow_samples_and_time_also_across_a_pause(write: Write) -> None:
@@ -295,13 +286,4 @@ def test_x_values_follow_samples_and_time_also_across_a_pause(write: Write) -> N
     assert (table["id"], table["reduced"]) == ("id", False)
     without = x_table(stage.run(write([event("step", 5, step=7, loss=1.0)])))
     assert without["rows"] == [(7, 7, 0)]
-
-
-def test_measurements_are_curves_with_intervals(write: Write) -> None:
-    value = {"value": 2.0, "low": 1.0, "high": 3.0}
-    events = [event("metrics", 1, step=x, set="held", weights="ema", kid=value, retrieval=None) for x in (10, 20)]
-    report = stage.run(write(events))
-    assert report.metrics["held", "ema"]["kid/low"].points == [(10, 1.0), (20, 1.0)]
-    (chart,) = (chart for chart in validation_charts(report) if "KID" in chart.title)
-    assert [(line.name, line.interval) for line in chart.lines] == [("KID", [(10, 1.0, 3.0), (20, 1.0, 3.0)])]
-    assert "metrics" not in report.events
+    assert _ramp_color("inf") == _ramp_color("no number") == _ramp_color("0.1")

@@ -75,9 +75,6 @@ def test_every_curve_has_its_chart(written: Written) -> None:
     ]
     for text in ("NVIDIA H200, 8 processes, torch ddp", "20 steps of 20", "t 0.9-1.0", "steps skipped"):
         assert text in page.text
-
-
-def test_resumes_and_nonfinite_losses_are_marked(written: Written) -> None:
     events = run(10)
     events.insert(6, {"event": "resume", "step": 5})
     events[3]["loss"] = "nan"
@@ -147,9 +144,7 @@ def test_grids_that_cannot_be_shown_are_named(written: Written, tmp_path: Path) 
     assert all("name" in each for each in page.attributes("input")), "there is no slider of grids"
 
 
-def test_many_large_grids_stay_within_the_limit(
-    written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_large_grids_stay_in_the_limit(written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grids, "MOST_GRIDS", 12)
     monkeypatch.setattr(grids, "MOST_BYTES", 100_000)
     drawn = [grid(tmp_path, step, side=120, noise=True) for step in range(1, 31)]
@@ -176,9 +171,6 @@ def test_config_and_prompts_are_shown(written: Written, tmp_path: Path) -> None:
     assert "seed = 7" in page.text
     assert "2 prompts" in page.text
     assert page.text.count(HOSTILE) == 2
-
-
-def test_an_invalid_config_loses_only_the_prompts(written: Written, tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_bytes(b"seed = \xff\n")
     page, _ = written([*run(), grid(tmp_path, 1)])
     assert "seed = \N{REPLACEMENT CHARACTER}" in page.text

@@ -38,7 +38,7 @@ def test_captions(scene: Scene, english: str, chinese: str) -> None:
     assert scene_captions(scene) == {"en": english, "zh": chinese}
 
 
-def test_round_trip_of_all_singles_and_counts() -> None:
+def test_captions_make_a_round_trip() -> None:
     scenes = [
         scene
         for shape in SHAPES
@@ -51,16 +51,10 @@ def test_round_trip_of_all_singles_and_counts() -> None:
     ]
     assert all(parse_caption(text) == scene for scene in scenes for text in scene_captions(scene).values())
     assert len({text for scene in scenes for text in scene_captions(scene).values()}) == 2 * len(scenes)
-
-
-def test_round_trip_of_drawn_scenes() -> None:
     rng = np.random.default_rng(0)
     scenes = [draw_scene(rng, bool(index % 2), kind) for kind in SCENE_KINDS for index in range(300)]
     assert {scene.relation for scene in scenes} == {None, *RELATIONS}
     assert all(parse_caption(text) == scene for scene in scenes for text in scene_captions(scene).values())
-
-
-def test_parsing_ignores_case_spaces_and_a_full_stop() -> None:
     expected = parse_caption("a small red ring on a white background")
     assert parse_caption("  A small  red ring on a White background. ") == expected
     assert parse_caption("白色背景上有一个小的红色圆环。") == expected

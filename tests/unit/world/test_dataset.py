@@ -26,6 +26,8 @@ def test_a_dataset_is_a_function_of_its_seed(tmp_path: Path) -> None:
     longer, other = write_dataset(tmp_path / "c", 16, seed=1), write_dataset(tmp_path / "d", 12, seed=2)
     assert _bytes(longer)["000011.png"] == _bytes(folder)["000011.png"]
     assert _bytes(other)["captions.json"] != _bytes(folder)["captions.json"]
+    with pytest.raises(UserError, match="give 1 to 1000000"):
+        write_dataset(tmp_path, 0, seed=1)
 
 
 @pytest.mark.parametrize("held_out", [False, True])
@@ -46,12 +48,7 @@ def test_images_match_their_captions_and_the_held_out_rule(tmp_path: Path, held_
     assert sizes == {(64, 64): 100, (80, 48): 50, (48, 80): 50}
 
 
-def test_an_invalid_count_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="give 1 to 1000000"):
-        write_dataset(tmp_path, 0, seed=1)
-
-
-def test_prompts_are_balanced_distinct_and_repeatable() -> None:
+def test_prompts_are_balanced_and_of_known_kinds() -> None:
     drawn = draw_prompts(120, seed=4, held_out=True, language="mixed")
     assert drawn == draw_prompts(120, seed=4, held_out=True, language="mixed")
     assert Counter(prompt.scene.kind for prompt in drawn) == dict.fromkeys(SCENE_KINDS, 40)
@@ -59,15 +56,9 @@ def test_prompts_are_balanced_distinct_and_repeatable() -> None:
     assert all(parse_caption(prompt.text) == prompt.scene and is_held_out(prompt.scene) for prompt in drawn)
     chinese = Counter(prompt.scene.kind for prompt in drawn if not prompt.text.isascii())
     assert chinese == dict.fromkeys(SCENE_KINDS, 20)
-
-
-def test_prompts_of_one_kind_and_language() -> None:
     for language in ("en", "zh"):
         drawn = draw_prompts(9, seed=0, held_out=False, kinds=["pair"], language=language)
         assert all(p.scene.kind == "pair" and p.text == scene_captions(p.scene)[language] for p in drawn)
-
-
-def test_unknown_kinds_and_languages_are_rejected() -> None:
     with pytest.raises(UserError, match="single, count, pair"):
         draw_prompts(1, seed=0, held_out=False, kinds=["triple"])
     with pytest.raises(UserError, match="en, zh, mixed"):

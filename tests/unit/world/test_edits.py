@@ -36,16 +36,13 @@ def test_an_edit_is_right_after_it_and_only_kept_before_it(held_out: bool, side:
         assert (before.changed, before.kept) == (False, True), edit
 
 
-def test_the_image_of_another_edit_is_wrong() -> None:
+def test_edits_differ_and_show_held_out_pairs_only_where_they_may() -> None:
     edits = draw_edits(240, 3, held_out=False)
     others = [
         judge_edit(other.after.render(64), edit) for edit, other in zip(edits, edits[1:] + edits[:1], strict=True)
     ]
     assert sum(verdict.all for verdict in others) == 0
     assert sum(verdict.kept for verdict in others) < 5
-
-
-def test_training_shows_no_held_out_pair_and_held_out_edits_have_one_that_changes() -> None:
     for edit in draw_edits(300, 1, held_out=False):
         assert not HELD_OUT_PAIRS & (pairs(edit.before) | pairs(edit.after))
     for edit in draw_edits(300, 1, held_out=True):
@@ -54,9 +51,6 @@ def test_training_shows_no_held_out_pair_and_held_out_edits_have_one_that_change
         if edit.kind == "recolour":
             named |= pairs(edit.after) - pairs(edit.before)
         assert HELD_OUT_PAIRS & (all_pairs if edit.kind == "background" else named), edit
-
-
-def test_an_edit_depends_on_its_number_alone() -> None:
     edits = draw_edits(24, 5, held_out=False)
     assert draw_edits(12, 5, held_out=False) == edits[:12]
     assert draw_edits(24, 6, held_out=False) != edits
@@ -107,17 +101,13 @@ def _with(layout: Layout, objects: dict[tuple[int, int], Item | None]) -> Layout
     return layout
 
 
-def test_a_background_that_changes_unasked_is_not_kept() -> None:
+def test_what_changes_unasked_is_not_kept() -> None:
     edit = both("remove", (((1, 1), BLUE),))
     verdict = judge_edit(replace(edit.after, background="pink").render(64), edit)
     assert (verdict.changed, verdict.kept) == (True, False)
     ground = Edit("background", edit.before, replace(edit.before, background="pink"), "")
     verdict = judge_edit(replace(edit.before, background="grey").render(64), ground)
     assert (verdict.changed, verdict.kept) == (False, True)
-
-
-def test_an_object_that_moves_unasked_is_not_kept() -> None:
-    edit = both("remove", (((1, 1), BLUE),))
     moved = replace(edit.after, offset=(6.0, 0.0))
     assert not judge_edit(moved.render(64), edit).kept
     assert judge_edit(replace(edit.after, offset=(2.0, 0.0)).render(64), edit).all

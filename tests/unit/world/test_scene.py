@@ -18,21 +18,10 @@ from sd3_light.world.scene import (
 )
 
 
-def test_held_out_pairs_cover_every_word_once() -> None:
+def test_scenes_are_consistent_and_cover_all_words() -> None:
     assert len(HELD_OUT_PAIRS) == 7
     assert Counter(colour for colour, _ in HELD_OUT_PAIRS) == Counter(COLOURS.keys())
     assert Counter(shape for _, shape in HELD_OUT_PAIRS) == Counter(SHAPES)
-
-
-@pytest.mark.parametrize("held_out", [False, True])
-@pytest.mark.parametrize("kind", SCENE_KINDS)
-def test_a_drawn_scene_follows_the_held_out_rule(kind: str, held_out: bool) -> None:
-    rng = np.random.default_rng(0)
-    scenes = [draw_scene(rng, held_out, kind) for _ in range(500)]
-    assert all(scene.kind == kind and is_held_out(scene) == held_out for scene in scenes)
-
-
-def test_all_kinds_words_and_positions_of_the_held_out_item_are_drawn() -> None:
     rng = np.random.default_rng(0)
     scenes = [draw_scene(rng, held_out=False) for _ in range(2000)]
     assert {scene.kind for scene in scenes} == set(SCENE_KINDS)
@@ -41,17 +30,11 @@ def test_all_kinds_words_and_positions_of_the_held_out_item_are_drawn() -> None:
     pair_scenes = [draw_scene(rng, held_out=True, kind="pair") for _ in range(200)]
     share_first = np.mean([(scene.items[0].colour, scene.items[0].shape) in HELD_OUT_PAIRS for scene in pair_scenes])
     assert 0.4 < share_first < 0.75
-
-
-def test_equivalent_scenes_have_one_representative() -> None:
     red, blue = Item("circle", "red"), Item("square", "blue")
     left = Scene("pair", (red, blue), "left of", 2, "white")
     right = Scene("pair", (blue, red), "right of", 2, "white")
     assert canonical_scene(left) == canonical_scene(right) == left
     assert canonical_scene(Scene("pair", (red, blue), "right of", 2, "white")) != left
-
-
-def test_inconsistent_scenes_are_rejected() -> None:
     red = Item("circle", "red")
     for kind, items, relation, count in [
         ("single", (red,), None, 1),
@@ -61,3 +44,11 @@ def test_inconsistent_scenes_are_rejected() -> None:
     ]:
         with pytest.raises(AssertionError):
             Scene(kind, items, relation, count, "white")
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+@pytest.mark.parametrize("kind", SCENE_KINDS)
+def test_a_drawn_scene_follows_the_held_out_rule(kind: str, held_out: bool) -> None:
+    rng = np.random.default_rng(0)
+    scenes = [draw_scene(rng, held_out, kind) for _ in range(500)]
+    assert all(scene.kind == kind and is_held_out(scene) == held_out for scene in scenes)

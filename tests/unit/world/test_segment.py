@@ -31,8 +31,5 @@ def test_connected_agrees_with_a_flood_fill() -> None:
         assert np.array_equal(labels < 0, expected < 0)
         pairs = {(int(a), int(b)) for a, b in zip(labels[labels >= 0], expected[expected >= 0], strict=True)}
         assert len(pairs) == len({a for a, _ in pairs}) == len({b for _, b in pairs})
-
-
-def test_labels_start_at_zero() -> None:
     colours = np.array([[0, -1, 0], [0, -1, 0], [1, 1, -1]])
     assert sorted(np.unique(connected(colours)).tolist()) == [-1, 0, 1, 2]
