@@ -275,7 +275,10 @@ def selected(every: Sequence[Journey], names: Sequence[str]) -> list[Journey]:
 
 @dataclass
 class Result:
-    """A journey's row of the table. Measured numbers and estimates are GiB, by "gpu", "host" and "disk"."""
+    """A journey's row of the table. Measured numbers and estimates are GiB, by "gpu", "host" and "disk".
+
+    ``gpu_by_step`` are the peaks up to each step of a run, allocated and reserved: they show what the most belongs to.
+    """
 
     journey: str
     command: str = ""
@@ -283,6 +286,7 @@ class Result:
     exit_code: int | None = None
     measured: dict[str, float] = field(default_factory=dict)
     estimated: dict[str, float] = field(default_factory=dict)
+    gpu_by_step: list[tuple[float, float]] = field(default_factory=list)
     proof_seconds: float | None = None
     estimated_proof_seconds: float | None = None
     left_out: str = ""
@@ -358,6 +362,8 @@ def _run(journey: Journey, work: Path, out: Path, timeout: float, result: Result
     if result.failure:
         result.last_lines = output.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-12:]
     result.measured = {kind: value for kind, value in _measured(journey, ran).items() if value}
+    if run is not None:
+        result.gpu_by_step = list(zip(logged(run, "gpu_memory_gib"), logged(run, "gpu_reserved_gib"), strict=True))
 
 
 def _measured(journey: Journey, ran: Ran) -> dict[str, float]:
