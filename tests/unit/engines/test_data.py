@@ -14,7 +14,7 @@ from sd3_light.families.sd3.cost import SD3Cost, image_tokens
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_a_process_without_data_opens_nothing() -> None:
+def test_a_process_without_data_opens_nothing_and_flops_are_those_of_all() -> None:
     """It needs neither dataset nor preparer; the batch sizes are those of its share of each step, in any bucket."""
     order = build_order(0, [([Segment(60, 1.0)], 12), ([Segment(60, 1.0)], 24)])
     steps = placeholder_steps(order, 2, 3, 1)
@@ -27,10 +27,7 @@ def test_a_process_without_data_opens_nothing() -> None:
     assert {2} in sizes
     assert {4} in sizes
     assert flops_counter(SD3Cost(SIZES["tiny2"]), 2)(next(steps)) == 0
-
-
-def test_the_flops_of_a_step_are_those_of_all_processes() -> None:
-    """The meter divides them by the number of processes: MFU is per GPU."""
+    # the meter divides them by the number of processes: MFU is per GPU.
     cost, samples, tokens = SD3Cost(SIZES["tiny2"]), 3, 5
     values = {"noisy": torch.zeros(samples, 16, 4, 6), "prompt": torch.zeros(samples, tokens, 8)}
     batches = [Batch(samples, values)] * 2

@@ -99,7 +99,6 @@ def test_a_small_part_is_on_the_device(tmp_path: Path) -> None:
     alignment = 512 * sum(1 for block in blocks for _ in block.parameters())
     assert swap.host_bytes == pytest.approx(sum(own), abs=alignment)
     assert swap.device_bytes == pytest.approx(2 * max(own), abs=alignment)
-    assert swap._state is not None
     assert swap._state.host_bytes == pytest.approx(2 * sum(own), abs=3 * alignment)
     assert swap._state.device_bytes == pytest.approx(4 * max(own), abs=3 * alignment)
     engine.optimizer.prepare_state()
@@ -150,7 +149,7 @@ def test_averages_are_in_host_memory(tmp_path: Path, kind: str) -> None:
     assert_equal(found[0][2], found[1][2])
 
 
-def test_exports_gather_what_was_trained(tmp_path: Path) -> None:
+def test_exports_frozen_weights_and_skipped_steps(tmp_path: Path) -> None:
     engines = [make(tmp_path, swap_blocks=count) for count in (0, 3)]
     gathered = []
     for engine in engines:
@@ -158,9 +157,6 @@ def test_exports_gather_what_was_trained(tmp_path: Path) -> None:
         gathered.append(engine.gather(engine.weights) or {})
     run_steps(engines[1], 2, 3)
     assert_equal(*gathered)
-
-
-def test_a_step_that_is_not_finite_changes_nothing(tmp_path: Path) -> None:
     engine = make(tmp_path, "adamw8bit", swap_blocks="all")
     run_steps(engine, 0, 1)
     before = state(engine)
@@ -169,9 +165,6 @@ def test_a_step_that_is_not_finite_changes_nothing(tmp_path: Path) -> None:
     assert not engine.train_step([bad], 1e-3).read().taken
     assert_equal(state(engine), before)
     assert run_steps(engine, 1, 2)[0].taken
-
-
-def test_frozen_weights_stay_on_the_device(tmp_path: Path) -> None:
     engines = [make(tmp_path, trained=("1.attn.to_q", "4.ff", "proj_out"), swap_blocks=count) for count in (0, "all")]
     results = [losses(run_steps(engine, 0, 3)) for engine in engines]
     assert results[0] == results[1]

@@ -18,8 +18,13 @@ def set_variables(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
         monkeypatch.setenv(name, value)
 
 
-def test_plain_python_is_a_single_process() -> None:
+def test_launchers_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Launch.detect() == Launch(rank=0, local_rank=0, world=1)
+    with pytest.raises(UserError, match="--local_rank"):
+        Launch.detect(local_rank=0)
+    set_variables(monkeypatch, TORCHELASTIC_RUN_ID="none", RANK="11", LOCAL_RANK="3", WORLD_SIZE="16")
+    assert Launch.detect() == Launch(rank=11, local_rank=3, world=16)
+    assert not Launch.detect().is_main
 
 
 @pytest.mark.parametrize(
@@ -29,12 +34,6 @@ def test_leftover_shell_variables_are_ignored(monkeypatch: pytest.MonkeyPatch, l
     set_variables(monkeypatch, **left_over)
     assert Launch.detect() == Launch()
     assert Launch.detect(local_rank=-1) == Launch()  # the default of --local_rank in launchers' own examples
-
-
-def test_torchrun_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_variables(monkeypatch, TORCHELASTIC_RUN_ID="none", RANK="11", LOCAL_RANK="3", WORLD_SIZE="16")
-    assert Launch.detect() == Launch(rank=11, local_rank=3, world=16)
-    assert not Launch.detect().is_main
 
 
 @pytest.mark.parametrize("rank", [0, 3])
@@ -71,11 +70,6 @@ def test_an_invalid_environment_is_a_user_error_that_names_the_variable(
     set_variables(monkeypatch, TORCHELASTIC_RUN_ID="none", **variables)
     with pytest.raises(UserError, match=named):
         Launch.detect()
-
-
-def test_local_rank_without_a_launcher_is_a_user_error() -> None:
-    with pytest.raises(UserError, match="--local_rank"):
-        Launch.detect(local_rank=0)
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:

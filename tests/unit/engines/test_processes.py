@@ -17,12 +17,7 @@ import torch.distributed as dist
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch, processes
 from sd3_light.engines.errors import explain_runtime_errors
-from sd3_light.engines.processes import (
-    ProcessGroups,
-    apply_timeout,
-    lost_peer,
-    start_process_group,
-)
+from sd3_light.engines.processes import ProcessGroups, apply_timeout, lost_peer, start_process_group
 from tests.waiting import HANG_SECONDS
 
 CPU = torch.device("cpu")
@@ -60,10 +55,6 @@ def test_other_errors_are_unchanged(text: str) -> None:
         raise RuntimeError(text)
 
 
-def test_a_single_process_needs_no_groups() -> None:
-    assert start_process_group(Launch(), CPU, 1.0) == ProcessGroups()
-
-
 def test_a_failed_rendezvous_names_address_timeout_and_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.9")
     monkeypatch.setenv("MASTER_PORT", "29500")
@@ -98,8 +89,6 @@ def test_a_missing_rendezvous_address_is_named(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(UserError, match=r"MASTER_ADDR is not set\):\(MASTER_PORT is not set\)"):
         start_process_group(Launch(0, 0, 2), CPU, 1.0)
 
-
-def test_out_of_memory_is_not_a_rendezvous_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def fill(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -118,9 +107,7 @@ def test_out_of_memory_is_not_a_rendezvous_error(monkeypatch: pytest.MonkeyPatch
         (resource.RLIM_INFINITY, resource.RLIM_INFINITY, None),
     ],
 )
-def test_the_open_file_limit_is_raised_for_many_processes(
-    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, expected: int | None
-) -> None:
+def test_the_open_file_limit_rises(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, expected: int | None) -> None:
     limits_set: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: limits_set.append(limits))
@@ -155,6 +142,7 @@ def test_wait_for_all_polls_until_done() -> None:
 
     ProcessGroups().wait_for_all(is_done)
     assert polled == [1.0] * 3
+    assert start_process_group(Launch(), CPU, 1.0) == ProcessGroups()
 
 
 def _share_problem(folder: Path, rank: int, answers: Any) -> None:
@@ -192,9 +180,7 @@ open_default_group("gloo", store=None)  # it exists already
     ("end", "output", "code"),
     [("", "left", 0), ("abort_process_group()", "still there", 0), ("raise OSError", "still there", 1)],
 )
-def test_a_process_destroys_its_group_at_exit_unless_it_failed(
-    tmp_path: Path, end: str, output: str, code: int
-) -> None:
+def test_a_process_destroys_its_group_at_exit_or_fails(tmp_path: Path, end: str, output: str, code: int) -> None:
     """After an error, waiting for other processes could take forever."""
     script = tmp_path / "script.py"
     script.write_text(_EXIT_SCRIPT + end)

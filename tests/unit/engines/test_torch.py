@@ -123,7 +123,7 @@ def test_accumulation_does_not_change_the_step(tmp_path: Path) -> None:
         torch.testing.assert_close(parts.weights[name], weight, rtol=0, atol=1e-6)
 
 
-def test_the_logged_loss_is_the_mean_of_all_micro_batches(make: Callable[..., TorchEngine]) -> None:
+def test_losses_are_means_of_micro_batches_and_of_bands(make: Callable[..., TorchEngine]) -> None:
     engine, batch = make(), line_batch()
     losses = [float(engine.evaluate(piece)[0] / engine.evaluate(piece)[1]) for piece in batch.split(4)]
     assert len(set(losses)) == 4
@@ -131,9 +131,6 @@ def test_the_logged_loss_is_the_mean_of_all_micro_batches(make: Callable[..., To
     assert result.losses["loss"] == pytest.approx(sum(losses) / 4, rel=1e-6)
     assert result.losses["flow"] == result.losses["loss"]
     assert result.taken
-
-
-def test_losses_are_reported_per_timestep_band(make: Callable[..., TorchEngine]) -> None:
     batch = line_batch(count=8)
     engine = make()
     each = engine.module(batch)["each"]
@@ -173,9 +170,6 @@ def test_clipping_uses_the_norm_over_all_weights(make: Callable[..., TorchEngine
     assert logged == pytest.approx(norm, rel=1e-6), "logged before clipping"
     for name, gradient in gradients(clipped).items():
         torch.testing.assert_close(gradient, gradients(free)[name] * 0.05 / norm, rtol=1e-4, atol=1e-8)
-
-
-def test_a_small_gradient_is_not_clipped(make: Callable[..., TorchEngine]) -> None:
     free, clipped = make(gradient_clipping=0.0), make(gradient_clipping=1e6)
     for engine in (free, clipped):
         engine.train_step([line_batch()], 1e-2)
@@ -188,9 +182,6 @@ def test_gradients_are_reset_between_steps(make: Callable[..., TorchEngine]) -> 
     engine.train_step([line_batch(1)], lr=0.0)
     fresh.train_step([line_batch(1)], lr=0.0)
     assert equal(gradients(engine), gradients(fresh))
-
-
-def test_unequal_micro_batches_are_rejected(make: Callable[..., TorchEngine]) -> None:
     with pytest.raises(AssertionError, match="equal"):
         make().train_step([line_batch(0, 8), line_batch(0, 4)], 1e-3)
 
@@ -200,9 +191,7 @@ def test_unequal_micro_batches_are_rejected(make: Callable[..., TorchEngine]) ->
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @pytest.mark.parametrize("where", ["first", "last"])
-def test_a_non_finite_loss_skips_the_step_and_changes_nothing(
-    make: Callable[..., TorchEngine], poison: float, where: str
-) -> None:
+def test_a_non_finite_loss_changes_nothing(make: Callable[..., TorchEngine], poison: float, where: str) -> None:
     engine, undisturbed = make(), make()
     for each in (engine, undisturbed):
         each.train_step([line_batch(0)], 1e-2)
@@ -233,7 +222,7 @@ def test_a_non_finite_gradient_skips_the_step(make: Callable[..., TorchEngine]) 
 # --- state -------------------------------------------------------------------------------------
 
 
-def test_optimizer_state_resumes_bit_for_bit(make: Callable[..., TorchEngine]) -> None:
+def test_the_state_is_named_exists_early_and_resumes_bit_for_bit(make: Callable[..., TorchEngine]) -> None:
     """Runs at least two steps after loading: a lost moment only shows in the second."""
     uninterrupted, resumed = make(), make()
     for number in range(3):
@@ -244,9 +233,6 @@ def test_optimizer_state_resumes_bit_for_bit(make: Callable[..., TorchEngine]) -
         expected, actual = (engine.train_step([line_batch(number)], 1e-2).read() for engine in (uninterrupted, resumed))
         assert actual == expected
     assert equal(snapshot(uninterrupted), snapshot(resumed))
-
-
-def test_state_is_named_float32_and_exists_before_the_first_step(make: Callable[..., TorchEngine]) -> None:
     kinds = ("param", "step", "exp_avg", "exp_avg_sq")
     for engine in (stepped := make(), make()):
         if engine is stepped:
@@ -256,10 +242,7 @@ def test_state_is_named_float32_and_exists_before_the_first_step(make: Callable[
         assert {piece.values.dtype for piece in state.values()} == {torch.float32}
         assert all(piece.writes and piece.start == 0 and piece.values.dim() == 1 for piece in state.values())
         assert (state["param/weight"].shape, state["step/weight"].shape) == ((2, 3), ())
-
-
-def test_creating_the_state_changes_nothing(make: Callable[..., TorchEngine]) -> None:
-    """A checkpoint of step 0 creates the optimizer state; the first step stays the same."""
+    # a checkpoint of step 0 creates the optimizer state; the first step stays the same.
     created, plain = make(), make()
     list(created.pieces())
     for engine in (created, plain):
@@ -267,62 +250,46 @@ def test_creating_the_state_changes_nothing(make: Callable[..., TorchEngine]) ->
     assert equal(snapshot(created), snapshot(plain))
 
 
-def test_pieces_share_memory_with_the_weights(make: Callable[..., TorchEngine]) -> None:
+def test_pieces_averages_and_norms_are_those_of_the_weights(make: Callable[..., TorchEngine]) -> None:
     engine = make()
     (piece,) = [piece for piece in engine.pieces() if piece.name == "param/bias"]
     piece.values.fill_(3.0)
     assert engine.module.denoiser.bias.tolist() == [3.0, 3.0]
     assert engine.weights["bias"].tolist() == [3.0, 3.0]
-
-
-def test_averages_are_named_and_gathered_like_weights(make: Callable[..., TorchEngine]) -> None:
     engine = make()
     average = {name: weight + 1 for name, weight in engine.weights.items()}
     assert [piece.name for piece in engine.like_weights("ema", average)] == ["ema/weight", "ema/bias"]
     gathered = engine.gather(average)
-    assert gathered is not None
     assert equal(gathered, average)
     gathered["bias"].zero_()
     assert average["bias"].tolist() == [1.0, 1.0], "a copy"
-
-
-def test_weight_norm(make: Callable[..., TorchEngine]) -> None:
     assert float(make().weight_norm()) == pytest.approx(math.sqrt(6 * 0.25))
 
 
 # --- trainable weights -------------------------------------------------------------------------
 
 
-def test_weights_must_be_float32(tmp_path: Path) -> None:
+def test_weights_are_float32_stock_and_perhaps_frozen(tmp_path: Path) -> None:
     """AdamW in bfloat16 loses most updates."""
     with pytest.raises(AssertionError, match="float32"):
         TorchEngine(Line().bfloat16(), config(tmp_path), Launch(), CPU)
-
-
-def test_frozen_weights_are_neither_trained_nor_listed(tmp_path: Path) -> None:
     module = Line()
     module.denoiser.bias.requires_grad_(False)
     engine = TorchEngine(module, config(tmp_path), Launch(), CPU)
     assert set(engine.weights) == {"weight"}
     engine.train_step([line_batch()], 1e-2)
     assert not module.denoiser.bias.any()
-
-
-def test_weights_have_the_stock_names(tmp_path: Path) -> None:
     with torch.device("meta"):
         stock = SD3Transformer2DModel(**SIZES["tiny2"].transformer_config())
     assert list(real_engine(tmp_path).weights) == [name for name, _ in stock.named_parameters()]
 
 
-def test_evaluation_changes_no_weight(make: Callable[..., TorchEngine]) -> None:
+def test_evaluation_changes_no_weight_and_ignores_padding(make: Callable[..., TorchEngine]) -> None:
     engine = make()
     engine.train_step([line_batch()], 1e-2)
     before = snapshot(engine)
     assert torch.equal(engine.evaluate(line_batch(3)), engine.evaluate(line_batch(3)))
     assert equal(snapshot(engine), before)
-
-
-def test_padding_has_no_weight_in_evaluation(make: Callable[..., TorchEngine]) -> None:
     engine, batch = make(), line_batch(count=8)
     whole = engine.evaluate(Batch(5, {name: value[:5] for name, value in batch.values.items()}))
     padded = engine.evaluate(batch.with_values({"weight": torch.tensor([1.0] * 5 + [0.0] * 3)}))
@@ -358,9 +325,7 @@ def test_a_single_process_joins_no_group(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(("all_write", "writers"), [(False, 3), (True, 8)])
-def test_the_first_machine_sets_the_number_of_writers(
-    monkeypatch: pytest.MonkeyPatch, all_write: bool, writers: int
-) -> None:
+def test_the_first_machine_sets_the_writers(monkeypatch: pytest.MonkeyPatch, all_write: bool, writers: int) -> None:
     """This process runs on a machine with 5 processes; the first machine has 3."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "5")
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, **options: None)

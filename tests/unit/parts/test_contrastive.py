@@ -49,9 +49,7 @@ def test_captions_follow_their_images(images: CaptionedImages, pools: list[Pool]
     assert images.lengths.min() > 1
 
 
-def test_the_judge_agrees_with_the_towers(
-    task: TextTask, tokenizers: dict[str, PreTrainedTokenizerBase], tmp_path: Path
-) -> None:
+def test_the_judge_agrees(task: TextTask, tokenizers: dict[str, PreTrainedTokenizerBase], tmp_path: Path) -> None:
     save_judge(task.judge(), tokenizers["tokenizer_2"], 32, tmp_path)
     judge = load_judge(tmp_path, CPU)
     texts = list(task.data.texts[:6])
@@ -143,7 +141,7 @@ def text_task(towers: nn.Module, data: CaptionedImages, **options: int) -> TextT
     return TextTask(towers, data, CPU, TextOptions(**options))  # type: ignore[arg-type]
 
 
-def test_held_out_images_are_not_trained_on() -> None:
+def test_batches_have_training_images_by_seed() -> None:
     towers = Directions(circle([0] * 40), circle([0] * 80))
     task = text_task(towers, numbered(40, held_out=10, captions=2), batch=12)
     for step in (0, 1, 2, 3, 0):
@@ -159,15 +157,9 @@ def test_held_out_images_are_not_trained_on() -> None:
     assert {caption % 2 for chosen in captions for caption in chosen} == {0, 1}
     assert captions == towers.captions[1::3] == towers.captions[2::3], "all encoders see the same captions"
     assert towers.masked == [True] * 3 + [False] * 3 + [True] * 3 + [False] * 3 + [True] * 3
-
-
-def test_a_batch_has_at_most_all_training_images() -> None:
     towers = Directions(circle([0] * 12), circle([0] * 12))
     text_task(towers, numbered(12, held_out=3), batch=100).loss(0)
     assert sorted(towers.rows()[0]) == list(range(3, 12))
-
-
-def test_seeds_draw_other_batches() -> None:
     towers = Directions(circle([0] * 40), circle([0] * 40))
     for seed in (0, 1):
         text_task(towers, numbered(40, held_out=0), batch=12, seed=seed).loss(0)
@@ -186,7 +178,7 @@ def test_training_images_are_augmented() -> None:
     assert torch.cdist(towers.images[0].flatten(1), originals).min() > 1
 
 
-def test_the_loss_compares_images_with_texts_and_texts_with_images() -> None:
+def test_the_loss_compares_directions_and_leaves_equal_captions_out() -> None:
     """Vectors on a circle, so that the cosine of each pair is known; one encoder has another temperature."""
     images, texts = (0.0, 20.0, 90.0, 200.0), (10.0, 50.0, 60.0, 300.0)
     towers = Directions(circle(images), circle(texts))
@@ -196,9 +188,6 @@ def test_the_loss_compares_images_with_texts_and_texts_with_images() -> None:
     losses = [(cross_entropy(f * cosines) + cross_entropy(f * cosines.T)) / 2 for f in (1, math.e, 100)]
     assert cross_entropy(cosines) != pytest.approx(cross_entropy(cosines.T), abs=0.01)
     assert loss.item() == pytest.approx(np.mean(losses), rel=1e-4)
-
-
-def test_lengths_of_vectors_do_not_count() -> None:
     images = circle([0.0, 20.0, 90.0, 200.0])
     data = numbered(4, held_out=0)
     losses = []
@@ -206,10 +195,7 @@ def test_lengths_of_vectors_do_not_count() -> None:
         towers = Directions(factor * images, circle([10.0, 50.0, 60.0, 300.0]))
         losses.append(text_task(towers, data, batch=4).loss(0)[0].item())
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
-def test_equal_captions_are_left_out_of_the_loss() -> None:
-    """Images 0 and 1 have the same caption: each is compared with its own and the two others."""
+    # images 0 and 1 have the same caption: each is compared with its own and the two others.
     images, texts = (0.0, 20.0, 90.0, 200.0), (10.0, 10.0, 60.0, 300.0)
     data = numbered(4, held_out=0)
     ids = torch.tensor([0, 0, 2, 3])[:, None].expand(4, 4)
@@ -220,7 +206,7 @@ def test_equal_captions_are_left_out_of_the_loss() -> None:
     assert loss.item() == pytest.approx((cross_entropy(cosines) + cross_entropy(cosines.T)) / 2, rel=1e-4)
 
 
-def test_retrieval_among_100_consecutive_captions() -> None:
+def test_retrieval_is_among_100_captions_of_all_encoders() -> None:
     """150 held-out images: the first 100 choose among the first 100 captions, the others among the last 100."""
     captions = [0.5 * number for number in range(150)]
     images = list(captions)
@@ -240,16 +226,10 @@ def test_retrieval_among_100_consecutive_captions() -> None:
     assert all(towers.masked), "captions are compared without their padding"
     assert not any(towers.modes)
     assert towers.training, "again"
-
-
-def test_retrieval_averages_the_encoders() -> None:
     towers = Directions(circle([0.0, 90.0, 180.0, 270.0]), circle([0.0, 90.0, 180.0, 270.0]))
     towers.projections[2].weight.data.copy_(torch.tensor([[1.0, 0.0], [0.0, -1.0]]))  # exchanges images 1 and 3
     result = text_task(towers, numbered(4, held_out=4)).evaluate()
     assert result == pytest.approx({"clip_l": 1.0, "clip_g": 1.0, "t5": 0.5, "retrieval": 2.5 / 3})
-
-
-def test_retrieval_uses_all_captions_in_turn() -> None:
     towers = Directions(circle([0.0] * 5), circle([0.0] * 15))
     text_task(towers, numbered(5, held_out=5, captions=3)).evaluate()
     assert towers.captions[0] == [0, 3 + 1, 6 + 2, 9 + 0, 12 + 1]
@@ -274,16 +254,11 @@ def test_t5_is_pooled_over_its_real_tokens(tokenizers: dict[str, PreTrainedToken
     assert same == [True, False], "only without a mask does padding count"
     for index in (0, 1):
         _, pooled = encode(towers.text[index], ids)
-        assert pooled is not None
         expected = pooled / pooled.norm(dim=1, keepdim=True)
         assert torch.allclose(towers.text_vector(index, ids, lengths, True), expected, atol=1e-6)
 
 
-def test_the_temperature_starts_at_a_cosine_of_007(tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
-    assert Towers(SIZE, tokenizers, 32, 0).scales.exp().tolist() == pytest.approx([1 / 0.07] * 3)
-
-
-def test_the_judge_has_a_temperature_of_at_most_100(task: TextTask) -> None:
+def test_temperatures_are_007_to_100(task: TextTask, tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
     assert task.judge().logit_scale.item() == pytest.approx(task.towers.scales[1].item())
     scales = task.towers.scales.data
     before = scales.clone()
@@ -292,6 +267,7 @@ def test_the_judge_has_a_temperature_of_at_most_100(task: TextTask) -> None:
         assert task.judge().logit_scale.item() == pytest.approx(math.log(100))
     finally:
         scales.copy_(before)
+    assert Towers(SIZE, tokenizers, 32, 0).scales.exp().tolist() == pytest.approx([1 / 0.07] * 3)
 
 
 def pool_of(ids: Sequence[int], held_out: int, height: int, width: int, captions: Sequence[Sequence[str]]) -> Pool:

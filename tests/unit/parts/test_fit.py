@@ -202,9 +202,7 @@ def test_a_plateau_is_three_evaluations_without_gain(tmp_path: Path, scores: lis
         (14, 0, {10: 1, 11: 1, 12: 2 / 3, 13: 1 / 3}),  # a fifth, rounded to steps
     ],
 )
-def test_the_rate_warms_up_and_decays_over_the_last_fifth(
-    tmp_path: Path, total: Any, warmup: int, rates: dict[int, float]
-) -> None:
+def test_the_rate_warms_up_and_decays_at_last(tmp_path: Path, total: Any, warmup: int, rates: dict[int, float]) -> None:
     run = start(tmp_path, steps=total, lr=1.0, warmup=warmup)
     assert {step: run.rate(step) for step in rates} == pytest.approx(rates)
 

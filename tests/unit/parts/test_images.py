@@ -16,24 +16,18 @@ from sd3_light.parts.images import Pool, draw_rows, load_pools, take
 from tests.unit.parts.conftest import load
 
 
-def test_all_images_are_loaded_with_both_captions(pools: list[Pool]) -> None:
+def test_images_are_loaded_in_their_own_order_up_to_a_limit(pools: list[Pool], data_toml: Path, tmp_path: Path) -> None:
     (pool,) = pools
     assert pool.pixels.shape == (64, 32, 32, 3)
     assert pool.pixels.dtype == torch.uint8
     assert len(set(pool.ids)) == 64
     assert all(len(texts) == 2 for texts in pool.captions)
     assert 0 < pool.held_out < pool.trained
-
-
-def test_order_does_not_depend_on_the_folder(data_toml: Path, pools: list[Pool], tmp_path: Path) -> None:
     copied = Path(shutil.copytree(data_toml.parent, tmp_path / "elsewhere"))
     (pool,) = load(copied / "data.toml", tmp_path / "work")
     assert pool.ids == pools[0].ids
     assert pool.digest == pools[0].digest
     assert torch.equal(pool.pixels, pools[0].pixels)
-
-
-def test_a_limit_selects_by_sample_id(data_toml: Path, pools: list[Pool], tmp_path: Path) -> None:
     (pool,) = load(data_toml, tmp_path, max_images=16)
     assert 4 < len(pool.ids) < 32
     assert pool.ids == pools[0].ids[: len(pool.ids)]
@@ -69,9 +63,6 @@ def test_pixels_from_0_to_255_are_values_from_minus_1_to_1() -> None:
     pixels = torch.tensor([[[[9, 9, 9]]], [[[0, 51, 255]]]], dtype=torch.uint8)
     images = take(pixels, np.array([1]), torch.device("cpu"))
     assert images.flatten().tolist() == pytest.approx([-1, -0.6, 1], abs=1e-6)
-
-
-def test_rows_and_columns_keep_their_places() -> None:
     pixels = torch.arange(2 * 4 * 3, dtype=torch.uint8).reshape(1, 2, 4, 3)
     taken = take(pixels, np.array([0]), torch.device("cpu"))
     assert taken.is_contiguous(memory_format=torch.channels_last)
@@ -84,20 +75,14 @@ def toy_pool(count: int, held_out: int = 0) -> Pool:
     return Pool(torch.zeros(count, 1, 1, 3, dtype=torch.uint8), tuple(range(count)), ((),) * count, held_out, "")
 
 
-def test_pools_are_drawn_in_proportion_to_their_training_images() -> None:
+def test_training_images_are_drawn_in_proportion_by_seed_and_purpose() -> None:
     """Of 90 and 30 training images, three quarters of the batches; held-out images do not count."""
     large, small = toy_pool(100, held_out=10), toy_pool(200, held_out=170)
     drawn = [draw_rows([large, small], 0, "test", step, 4)[0] for step in range(400)]
     assert sum(pool is large for pool in drawn) == pytest.approx(300, abs=35)
-
-
-def test_every_training_image_is_drawn() -> None:
     pool = toy_pool(12, held_out=3)
     drawn = {int(row) for step in range(40) for row in draw_rows([pool], 0, "test", step, 4)[1]}
     assert drawn == set(range(3, 12))
-
-
-def test_batches_depend_on_seed_and_purpose() -> None:
     pool = toy_pool(100)
     keys = ((0, "test"), (1, "test"), (0, "other"))
     assert len({tuple(draw_rows([pool], *key, 3, 16)[1].tolist()) for key in keys}) == 3

@@ -65,7 +65,7 @@ def built(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_the_folder_is_complete(built: Path) -> None:
+def test_the_folder_is_complete_and_the_stock_pipeline_loads_it(built: Path) -> None:
     assert missing_parts(built, transformer=False) == ()
     check_configs(built)
     for name in ("vae", "text_encoder", "text_encoder_3", "judge"):
@@ -75,9 +75,6 @@ def test_the_folder_is_complete(built: Path) -> None:
     assert (built / "training" / "vae" / "grid.png").is_file()
     weights = built / "vae" / "diffusion_pytorch_model.safetensors"
     assert weights.stat().st_mode & 0o444 == 0o444 & (built / "vae" / "config.json").stat().st_mode
-
-
-def test_the_stock_pipeline_loads_it(built: Path) -> None:
     pipe = StableDiffusion3Pipeline.from_pretrained(built, transformer=None, local_files_only=True)
     prompt, _, pooled, _ = pipe.encode_prompt(
         "a red circle", None, None, do_classifier_free_guidance=False, max_sequence_length=24
@@ -86,6 +83,10 @@ def test_the_stock_pipeline_loads_it(built: Path) -> None:
     assert pooled.shape == (1, 64)
     latents = pipe.vae.encode(torch.zeros(1, 3, 32, 32)).latent_dist.mean
     assert latents.shape == (1, 16, 4, 4)
+    with pytest.raises(UserError, match="--only judge trains a separate judge; give the share"):
+        stage.check_options(options(only="judge"))
+    with pytest.raises(UserError, match="--random-text trains on no captions; leave out --judge-share"):
+        stage.check_options(options(random_text=True, judge_share=0.5))
 
 
 def test_a_second_run_changes_nothing(built: Path, data: Path) -> None:
@@ -154,13 +155,6 @@ def all_captions(data: Path) -> list[tuple[str, ...]]:
         return [texts for pool in load_pools(load_images(data), Path(folder), 1000, 0) for texts in pool.captions]
 
 
-def test_options_of_a_judge_that_contradict_each_other() -> None:
-    with pytest.raises(UserError, match="--only judge trains a separate judge; give the share"):
-        stage.check_options(options(only="judge"))
-    with pytest.raises(UserError, match="--random-text trains on no captions; leave out --judge-share"):
-        stage.check_options(options(random_text=True, judge_share=0.5))
-
-
 @pytest.fixture
 def handlers() -> Iterator[None]:
     """Restore the signal handlers, which a run that is stopped leaves."""
@@ -195,9 +189,7 @@ def test_a_signal_stops_inside_a_step(
 
 @pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize("place", ["load_pools", "channel_statistics"])
-def test_a_signal_outside_of_training_stops_at_once(
-    place: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_stops_it_at_once(place: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(stage, place, lambda *_: signal.raise_signal(signal.SIGTERM))
         with pytest.raises(Stopped, match=r"^SIGTERM; no part is in training, and what is finished is kept$"):
@@ -279,8 +271,6 @@ def test_contradicting_options(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         stage.check_options(options(**wrong))
 
-
-# --- the command ---------------------------------------------------------------------------------
 
 SIZES = ("--vae-size", "tiny", "--text-size", "tiny", "--vae-batch", "4", "--text-batch", "8", "--workers", "0")
 SMALL = (*SIZES, "--vae-steps", "2", "--text-steps", "2")

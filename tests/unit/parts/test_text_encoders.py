@@ -29,7 +29,7 @@ def ids() -> torch.Tensor:
     return torch.randint(3, 100, (12, 16), generator=torch.Generator().manual_seed(0))
 
 
-def test_the_configs_are_those_of_sd3(encoders: Encoders, tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
+def test_configs_and_weights_are_of_sd3(encoders: Encoders, tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
     clip_l, clip_g, t5 = (model.config for model in encoders)
     first, second, third = tokenizers.values()
     for config, tokenizer, width, heads in ((clip_l, first, 96, 3), (clip_g, second, 128, 2)):
@@ -45,23 +45,12 @@ def test_the_configs_are_those_of_sd3(encoders: Encoders, tokenizers: dict[str, 
     assert t5.feed_forward_proj == "gated-gelu"
     assert t5.dropout_rate == 0
     assert not any(model.training for model in encoders)
-
-
-@pytest.mark.parametrize(("width", "heads"), [(32, 1), (64, 1), (96, 3), (128, 2), (160, 5), (192, 3), (512, 8)])
-def test_heads_are_64_or_32_wide(width: int, heads: int) -> None:
-    assert num_heads(width) == heads
-
-
-def test_weights_are_functions_of_the_seed(encoders: Encoders, tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
     for seed, same in ((0, True), (1, False)):
         for model, other in zip(encoders, build_encoders(SIZE, tokenizers, seed), strict=True):
             weights = zip(model.parameters(), other.parameters(), strict=True)
             assert all(torch.equal(left, right) for left, right in weights) == same
-
-
-def test_new_weights_have_the_scale_of_their_place(encoders: Encoders) -> None:
-    """1 for embeddings, 0.5 for positions; linear layers keep the scale of their input, those that add to the residual
-    stream halve it, and T5's queries are divided by the root of the head width."""
+    # 1 for embeddings, 0.5 for positions; linear layers keep the scale of their input, those that add to the residual
+    # stream halve it, and T5's queries are divided by the root of the head width.
     expected = {
         "token_embedding": 1.0, "position_embedding": 0.5, "q_proj": 1.0, "out_proj": 0.5, "fc1": 1.0, "fc2": 0.5,
         "text_projection": 1.0, "shared": 1.0, "embed_tokens": 1.0, "q": 1 / 8, "k": 1.0, "v": 1.0, "o": 0.5,
@@ -81,6 +70,11 @@ def test_new_weights_have_the_scale_of_their_place(encoders: Encoders) -> None:
     assert checked == expected.keys()
 
 
+@pytest.mark.parametrize(("width", "heads"), [(32, 1), (64, 1), (96, 3), (128, 2), (160, 5), (192, 3), (512, 8)])
+def test_heads_are_64_or_32_wide(width: int, heads: int) -> None:
+    assert num_heads(width) == heads
+
+
 @torch.no_grad()
 def test_t5_attends_to_real_tokens_only_if_lengths_are_given(encoders: Encoders, ids: torch.Tensor) -> None:
     t5, lengths = encoders[2], torch.full((12,), 5)
@@ -96,9 +90,7 @@ def test_t5_attends_to_real_tokens_only_if_lengths_are_given(encoders: Encoders,
 
 @torch.no_grad()
 @pytest.mark.parametrize("index", [0, 1])
-def test_clip_outputs_are_scaled_as_a_whole_and_pooled_ones_by_channel(
-    encoders: Encoders, ids: torch.Tensor, index: int
-) -> None:
+def test_clip_outputs_are_scaled_whole_and_pooled_by_channel(encoders: Encoders, ids: torch.Tensor, index: int) -> None:
     model = encoders[index]
     tokens, pooled = encode(model, ids)
     assert pooled is not None

@@ -98,12 +98,15 @@ def test_the_folded_vae_equals_the_normalised_one(trained: tuple[VaeTask, Fit, P
 
 
 @torch.no_grad()
-def test_a_new_vae_starts_with_little_noise(pools: list[Pool]) -> None:
+def test_a_new_vae_starts_with_little_noise_and_keeps_its_scale(pools: list[Pool]) -> None:
     task = make_task(pools)
     task.start_new()
     mean, logvar = encode(task.vae, take(pools[0].pixels, np.arange(16), CPU))
     assert 1.5305 * mean.std().item() == pytest.approx(1, abs=0.2)
     assert 1.5305 * (0.5 * logvar).exp().mean().item() == pytest.approx(0.1, abs=0.02)
+    before = task.vae.decoder.conv_in.weight.clone()
+    task.start_new()
+    assert torch.allclose(task.vae.decoder.conv_in.weight, 1.5305 * before)
 
 
 @torch.no_grad()
@@ -165,9 +168,7 @@ def test_the_adversary_is_clipped_and_updated_apart(pools: list[Pool], tmp_path:
 
 
 @torch.no_grad()
-def test_the_equivariance_of_a_vae_that_only_scales_is_perfect(
-    pools: list[Pool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_equivariance_of_a_scaling_vae_is_perfect(pools: list[Pool], monkeypatch: pytest.MonkeyPatch) -> None:
     """With means that are the shrunk image and a decoder that enlarges, poses of smooth images are decoded alike."""
     task = make_task(pools, equivariance=1.0, decoder_only=True)
     ramp = torch.linspace(-1, 1, 64)
@@ -194,15 +195,7 @@ def test_poses_are_functions_of_the_step_and_reach_the_encoder(pools: list[Pool]
     assert first.item() > plain.loss(3)[0].item()
     task._equivariance(encode(task.vae, torch.rand(2, 3, 32, 48))[0], torch.rand(2, 3, 32, 48), 1).backward()
     gradient = task.vae.encoder.conv_in.weight.grad
-    assert gradient is not None
     assert gradient.abs().max() > 0
-
-
-def test_turned_images_are_turned_by_quarters() -> None:
-    images = torch.arange(12.0).view(1, 1, 3, 4)
-    assert posed(images, (3, 4), 1).shape == (1, 1, 4, 3)
-    assert torch.equal(posed(images, (3, 4), 2), images.flip(2, 3))
-    assert posed(images, (6, 2), 0).shape == (1, 1, 6, 2)
 
 
 def test_a_vae_of_other_images_is_refused(tmp_path: Path) -> None:
@@ -275,7 +268,7 @@ def test_psnr_is_that_of_all_held_out_images_under_stock_methods() -> None:
     assert task.evaluate()["psnr"] == pytest.approx(10 * math.log10(1 / np.mean(errors)), abs=1e-3)
 
 
-def test_the_posterior_is_drawn_with_the_root_of_its_variance() -> None:
+def test_the_posterior_is_drawn_clamped_and_normalised() -> None:
     """Means 1, 3, 5 and 7 have mean 4 and deviation sqrt(20 / 3); the variance is 9."""
     mean = torch.tensor([1.0, 3.0, 5.0, 7.0]).reshape(2, 1, 1, 2)
     vae = plain_vae(lambda images: torch.cat([mean, torch.full_like(mean, math.log(9))], 1))
@@ -290,18 +283,12 @@ def test_the_posterior_is_drawn_with_the_root_of_its_variance() -> None:
     assert normal_logvar.flatten().tolist() == pytest.approx([math.log(9 / std**2)] * 4)
     drawn = [-3 / std, (-1 + 3) / std, (1 + 6) / std, (3 - 3) / std]
     assert output.flatten().tolist() == pytest.approx([value / 1.5305 + 0.0609 for value in drawn])
-
-
-def test_each_channel_is_normalised_over_the_whole_batch() -> None:
     mean = torch.tensor([[[[2.0]], [[-10.0]]], [[[4.0]], [[30.0]]]])
     vae = plain_vae(lambda images: torch.cat([mean, torch.zeros_like(mean)], 1))
     _, normal, logvar = Reconstruction(vae, normalise=True)(mean, torch.zeros_like(mean))
     half = 1 / math.sqrt(2)
     assert normal.flatten().tolist() == pytest.approx([-half, -half, half, half])
     assert logvar[0].flatten().tolist() == pytest.approx([-math.log(2), -math.log(800)])
-
-
-def test_log_variances_are_clamped_as_in_stock_methods() -> None:
     moments = torch.tensor([1.0, 2.0, 3.0, -99.0, 99.0, 7.0]).reshape(1, 6, 1, 1)
     mean, logvar = encode(plain_vae(lambda images: moments), moments)
     assert mean.flatten().tolist() == [1, 2, 3]
@@ -312,28 +299,22 @@ def identity_encoder(images: Tensor) -> Tensor:
     return torch.cat([images, torch.zeros_like(images)], 1)
 
 
-def test_statistics_are_those_of_all_trained_images() -> None:
+def test_statistics_are_those_of_all_trained_images_by_pool() -> None:
     rng = np.random.default_rng(1)
     square, wide = rng.integers(0, 256, (150, 2, 2, 3)), rng.integers(0, 100, (9, 2, 4, 3))
     mean, std = channel_statistics(plain_vae(identity_encoder), [pool_of(square, 50), pool_of(wide, 3)], CPU)
     values = np.concatenate([square[50:].reshape(-1, 3), wide[3:].reshape(-1, 3)]) / 127.5 - 1
     assert mean.tolist() == pytest.approx(values.mean(0).tolist(), abs=1e-6)
     assert std.tolist() == pytest.approx(values.std(0).tolist(), abs=1e-6)
-
-
-def test_statistics_of_many_images_weigh_pools_by_their_images() -> None:
-    """3,000 images of -1 and 1,000 of 1: three quarters of the sample are -1."""
+    # 3,000 images of -1 and 1,000 of 1: three quarters of the sample are -1.
     mean, std = channel_statistics(plain_vae(identity_encoder), [pool_of(grey(0, 3000)), pool_of(grey(255, 1000))], CPU)
     assert mean.tolist() == pytest.approx([-0.5] * 3)
     assert std.tolist() == pytest.approx([math.sqrt(0.75)] * 3)
-
-
-def test_statistics_of_equal_images_are_finite() -> None:
     _, std = channel_statistics(plain_vae(identity_encoder), [pool_of(grey(77, 8))], CPU)
     assert std.tolist() == pytest.approx([1e-4] * 3)
 
 
-def test_the_loss_is_the_weighted_sum_of_its_terms(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_is_the_weighted_sum_of_its_terms_and_counts_edges(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reconstruction 0.5 too bright: l1 is 0.5, mse 0.25, no edge differs; latents of mean 3 and variance 4."""
     Given(monkeypatch, lambda images: images + 0.5, math.log(4))
     kl = 0.5 * (9 + 4 - 1 - math.log(4))
@@ -345,13 +326,14 @@ def test_the_loss_is_the_weighted_sum_of_its_terms(monkeypatch: pytest.MonkeyPat
     assert not shown["l1"].requires_grad
     decoder_only, _ = make_task(pools, l1=3.0, mse=5.0, gradient=7.0, kl=0.01, decoder_only=True).loss(0)
     assert decoder_only.item() == pytest.approx(3 * 0.5 + 5 * 0.25, rel=1e-5), "the encoder does not change"
-
-
-def test_the_loss_counts_edges(monkeypatch: pytest.MonkeyPatch) -> None:
     Given(monkeypatch, lambda images: images + torch.arange(16.0) / 100)
     loss, _ = make_task([pool_of(grey(100, 8, 16, 16))], l1=0.0, mse=0.0, gradient=2.0, kl=0.0).loss(0)
     # a ramp of 0.01 per pixel has that difference along one of two axes; 0.02 and 0.04 at the next scales
     assert loss.item() == pytest.approx(2 * (0.01 + 0.02 + 0.04) / 6, rel=1e-4)
+    Given(monkeypatch, lambda images: images - 0.5)
+    task = make_task([pool_of(grey(153, 8, 16, 16))], adversarial=0.5, l1=3.0, mse=0.0, gradient=0.0, kl=0.0)
+    task.model["discriminator"] = Brightness()
+    assert task.loss(0)[0].item() == pytest.approx(1.5 + 0.6 + 0.4, rel=1e-5)
 
 
 @pytest.mark.parametrize("axis", [2, 3])
@@ -361,7 +343,7 @@ def test_gradient_loss_of_a_ramp(axis: int) -> None:
     assert gradient_loss(torch.zeros(1, 3, 8, 8), ramp).item() == pytest.approx((1 + 2 + 4) / 6)
 
 
-def test_each_step_draws_its_images_and_every_second_is_mirrored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_step_draws_its_images_and_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(2)
     pool = pool_of(rng.integers(0, 256, (5, 16, 16, 3)), held_out=2)
     given = Given(monkeypatch, lambda images: images)
@@ -374,9 +356,6 @@ def test_each_step_draws_its_images_and_every_second_is_mirrored(monkeypatch: py
         pixels = ((upright + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
         assert {image.tobytes() for image in pixels} == trained, "as few images as here are one batch"
     assert torch.equal(given.images[0], given.images[3])
-
-
-def test_a_batch_is_another_one_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     pixels = np.arange(100)[:, None, None, None] * np.ones((1, 8, 8, 3))
     given = Given(monkeypatch, lambda images: images)
     tasks = [make_task([pool_of(pixels, held_out=10)], seed=seed) for seed in (0, 1)]
@@ -385,9 +364,6 @@ def test_a_batch_is_another_one_in_every_step(monkeypatch: pytest.MonkeyPatch) -
     drawn = [((images[:, 0, 0, 0] + 1) * 127.5).round().int().tolist() for images in given.images]
     assert len({*map(tuple, drawn)}) == 3
     assert all(len(set(rows)) == 8 and min(rows) >= 10 for rows in drawn)
-
-
-def test_noise_is_standard_normal_and_new_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     given = Given(monkeypatch, lambda images: images)
     pools = [pool_of(grey(0, 40, 64, 32))]
     task = make_task(pools)
@@ -417,9 +393,7 @@ class Brightness(nn.Module):
 @pytest.mark.parametrize(
     ("step", "weight"), [(0, 0.0), (1000, 0.0), (1250, 0.25), (1500, 0.5), (2000, 1.0), (9999, 1.0)]
 )
-def test_the_adversarial_term_grows_from_step_1000_to_2000(
-    monkeypatch: pytest.MonkeyPatch, step: int, weight: float
-) -> None:
+def test_the_adversarial_term_grows_to_step_2000(monkeypatch: pytest.MonkeyPatch, step: int, weight: float) -> None:
     """Real images of 0.2 score 0.4, reconstructions of -0.3 score -0.6: hinge losses of 0.6 and 0.4."""
     made = torch.full((), -0.3, requires_grad=True)
     Given(monkeypatch, lambda images: made.expand_as(images))
@@ -429,33 +403,8 @@ def test_the_adversarial_term_grows_from_step_1000_to_2000(
     loss, _ = task.loss(step)
     assert loss.item() == pytest.approx(0.6 + 0.4 + 0.5 * weight * 0.6, rel=1e-5)
     loss.backward()
-    assert made.grad is not None
     assert made.grad.item() == pytest.approx(-0.5 * weight * 2), "the VAE raises the score of its images"
-    assert discriminator.factor.grad is not None
     assert discriminator.factor.grad.item() == pytest.approx(-0.2 - 0.3), "the discriminator tells both apart"
-
-
-def test_the_adversarial_term_is_added_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    Given(monkeypatch, lambda images: images - 0.5)
-    task = make_task([pool_of(grey(153, 8, 16, 16))], adversarial=0.5, l1=3.0, mse=0.0, gradient=0.0, kl=0.0)
-    task.model["discriminator"] = Brightness()
-    assert task.loss(0)[0].item() == pytest.approx(1.5 + 0.6 + 0.4, rel=1e-5)
-
-
-@torch.no_grad()
-def test_a_new_vae_keeps_the_scale_of_the_decoders_input(pools: list[Pool]) -> None:
-    task = make_task(pools)
-    before = task.vae.decoder.conv_in.weight.clone()
-    task.start_new()
-    assert torch.allclose(task.vae.decoder.conv_in.weight, 1.5305 * before)
-
-
-def test_a_finished_vae_names_the_scale_of_its_latents(pools: list[Pool]) -> None:
-    vae = build_vae(SIZE, 16, 0)
-    vae.register_to_config(scaling_factor=0.18215, shift_factor=0.0)
-    finished = make_task(pools, vae).finished()
-    assert (finished.config.scaling_factor, finished.config.shift_factor) == (1.5305, 0.0609)
-    assert vae.config.scaling_factor == 0.18215, "the VAE in training is not changed"
 
 
 def test_decoder_only_freezes_all_of_the_encoder(pools: list[Pool]) -> None:
@@ -463,6 +412,11 @@ def test_decoder_only_freezes_all_of_the_encoder(pools: list[Pool]) -> None:
     task = make_task(pools, AutoencoderKL.from_config(config), decoder_only=True)
     trained = {name.split(".")[1] for name, value in task.model.named_parameters() if value.requires_grad}
     assert trained == {"decoder", "post_quant_conv"}
+    vae = build_vae(SIZE, 16, 0)
+    vae.register_to_config(scaling_factor=0.18215, shift_factor=0.0)
+    finished = make_task(pools, vae).finished()
+    assert (finished.config.scaling_factor, finished.config.shift_factor) == (1.5305, 0.0609)
+    assert vae.config.scaling_factor == 0.18215, "the VAE in training is not changed"
 
 
 def test_weights_are_functions_of_the_seed() -> None:
@@ -472,13 +426,14 @@ def test_weights_are_functions_of_the_seed() -> None:
     scores = [Discriminator(seed)(torch.ones(1, 3, 32, 32)) for seed in (1, 1, 2)]
     assert torch.equal(scores[0], scores[1])
     assert not torch.equal(scores[0], scores[2])
-
-
-def test_the_discriminator_has_a_score_per_16_pixels() -> None:
     discriminator = Discriminator(0)
     assert discriminator(torch.zeros(2, 3, 64, 32)).shape == (2, 1, 4, 2)
     activations = [layer for layer in discriminator if isinstance(layer, nn.LeakyReLU)]
     assert [layer.negative_slope for layer in activations] == [0.2] * 4
+    images = torch.arange(12.0).view(1, 1, 3, 4)
+    assert posed(images, (3, 4), 1).shape == (1, 1, 4, 3)
+    assert torch.equal(posed(images, (3, 4), 2), images.flip(2, 3))
+    assert posed(images, (6, 2), 0).shape == (1, 1, 6, 2)
 
 
 def test_the_grid_shows_each_image_above_its_reconstruction(tmp_path: Path) -> None:

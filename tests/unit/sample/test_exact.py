@@ -64,6 +64,14 @@ def test_an_exact_image_equals_a_batch_of_one(pipe: Any) -> None:
     assert pixels(generate(pipe, REQUESTS, policy, STEPS, exact=True)) == pixels(
         generate(pipe, REQUESTS, policy, STEPS, batch_size=1)
     )
+    own_pipe = module._copy_pipeline(pipe)
+    assert own_pipe.transformer is pipe.transformer
+    assert own_pipe.vae is not pipe.vae, "a VAE of videos keeps frames while it decodes"
+    weights = [[weight.data_ptr() for weight in vae.parameters()] for vae in (own_pipe.vae, pipe.vae)]
+    assert weights[0] == weights[1]
+    assert own_pipe.scheduler is not pipe.scheduler
+    assert own_pipe.scheduler.config is not pipe.scheduler.config
+    assert own_pipe.scheduler.config == pipe.scheduler.config
 
 
 def test_torch_threads_are_set_and_restored(pipe: Any) -> None:
@@ -127,14 +135,3 @@ def test_a_text_is_encoded_once_and_the_oldest_are_dropped(pipe: Any, monkeypatc
     requests = [ImageRequest(prompt, 0, 32, 32) for prompt in ("a", "a", "two", "red", "a")]
     generate(pipe, requests, TextPolicy(12, "zero", "padded"), 1, batch_size=1, exact=True)
     assert encoded == ["a", "two", "red", "a"]
-
-
-def test_parallel_pipelines_share_networks_but_no_state(pipe: Any) -> None:
-    own_pipe = module._copy_pipeline(pipe)
-    assert own_pipe.transformer is pipe.transformer
-    assert own_pipe.vae is not pipe.vae, "a VAE of videos keeps frames while it decodes"
-    weights = [[weight.data_ptr() for weight in vae.parameters()] for vae in (own_pipe.vae, pipe.vae)]
-    assert weights[0] == weights[1]
-    assert own_pipe.scheduler is not pipe.scheduler
-    assert own_pipe.scheduler.config is not pipe.scheduler.config
-    assert own_pipe.scheduler.config == pipe.scheduler.config

@@ -80,7 +80,7 @@ def test_zero_means_zeros_for_tokens_and_pooled(pipe: Any) -> None:
     assert np.array_equal(pixels(image), pixels(expected))
 
 
-def test_progress_counts_images_and_the_pipelines_bar_is_silent(pipe: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_counted_and_stock_attention_restored(pipe: Any, capfd: pytest.CaptureFixture[str]) -> None:
     pipe.set_progress_bar_config(desc="mine")
     calls: list[tuple[int, int]] = []
     generate(pipe, REQUESTS, POLICY, STEPS, batch_size=2, on_progress=lambda done, total: calls.append((done, total)))
@@ -88,10 +88,10 @@ def test_progress_counts_images_and_the_pipelines_bar_is_silent(pipe: Any, capfd
     assert capfd.readouterr() == ("", "")
     assert pipe._progress_bar_config == {"desc": "mine"}
     pipe.set_progress_bar_config()
-
-
-def test_no_requests_give_no_images(pipe: Any) -> None:
     assert generate(pipe, [], POLICY) == []
+    before = pipe.transformer.attn_processors
+    generate(pipe, REQUESTS[:1], REAL, STEPS)
+    assert pipe.transformer.attn_processors == before
 
 
 @pytest.mark.parametrize("side", [30, 0, 200])
@@ -129,12 +129,6 @@ def test_without_guidance_a_single_real_text_needs_no_mask(pipe: Any) -> None:
     ).images[0]
     (image,) = generate(pipe, [request], REAL, STEPS, guidance=1.0)
     assert np.abs(pixels(image) - pixels(expected)).max() <= 1
-
-
-def test_stock_attention_is_restored_after_real_tokens(pipe: Any) -> None:
-    before = pipe.transformer.attn_processors
-    generate(pipe, REQUESTS[:1], REAL, STEPS)
-    assert pipe.transformer.attn_processors == before
 
 
 def test_a_png_contains_its_parameters(tmp_path: Path) -> None:

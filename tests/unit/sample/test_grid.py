@@ -33,9 +33,6 @@ def test_columns_rows_and_title_determine_the_size() -> None:
     assert three.height == one.height
     assert nine.width == three.width
     assert nine.height > 3 * (64 + 14)
-
-
-def test_marks_are_drawn() -> None:
     black = [Image.new("RGB", (64, 64))] * 3
     sheet = make_grid(black, ["a", "b", "c"], columns=3, marks=[True, False, None])
     assert count(sheet, grid._RIGHT) == 81  # a full square of 9 x 9
@@ -52,7 +49,7 @@ def test_wrapped_lines_fit_and_lose_nothing(text: str, width: int) -> None:
     assert all(font.getlength(line) <= width or len(line) == 1 for line in lines)
 
 
-def test_without_a_chinese_font_the_fallback_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_chinese_font_others_are(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(grid, "_chinese", lambda size: None)
     assert grid._readable(ZH, "a large red circle")[0] == "a large red circle [zh]"
     assert grid._readable("a star", "never")[0] == "a star"
@@ -60,12 +57,6 @@ def test_without_a_chinese_font_the_fallback_is_shown(monkeypatch: pytest.Monkey
     assert np.array_equal(
         np.asarray(make_grid(IMAGES[:1], [ZH], 1, fallback_captions=["a large red circle"])), expected
     )
-
-
-def test_a_missing_chinese_font_is_reported_once(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(grid, "_chinese", lambda size: None)
     grid._report_missing_font.cache_clear()
     make_grid(IMAGES[:2], [ZH, ZH], 2)
     assert capfd.readouterr().err.count("fonts-noto-cjk") == 1

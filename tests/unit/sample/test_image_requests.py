@@ -14,12 +14,25 @@ def write(folder: Path, text: str, name: str = "prompts.csv") -> Path:
     return path
 
 
-def test_a_text_file_has_one_prompt_per_line(tmp_path: Path) -> None:
+def test_prompt_files_have_rows_or_faults(tmp_path: Path) -> None:
     path = write(tmp_path, "\ufeffa star, red\n\n  两个圆  \n", "prompts.txt")
     assert read_prompt_rows(path) == [
         PromptRow("a star, red", where=f"{path}:1"),
         PromptRow("两个圆", where=f"{path}:3"),
     ]
+    path = write(tmp_path, "prompt,seed,steps\n" + "a,x,0\n" * 7)
+    with pytest.raises(UserError) as error:
+        read_prompt_rows(path)
+    lines = str(error.value).splitlines()
+    assert lines[0].startswith(f"{path}:2: seed")
+    assert lines[1].startswith(f"{path}:2: steps")
+    assert lines[2].startswith(f"{path}:3: seed")
+    assert lines[10:] == ["... and 4 more"]
+    with pytest.raises(UserError, match="does not exist"):
+        read_prompt_rows(tmp_path / "none.csv")
+    (tmp_path / "x.txt").write_bytes(b"abc\xff\xfe")
+    with pytest.raises(UserError, match=r"is not UTF-8 \(byte 3\)"):
+        read_prompt_rows(tmp_path / "x.txt")
 
 
 @pytest.mark.parametrize(
@@ -76,22 +89,3 @@ def test_invalid_csv_names_file_and_line(tmp_path: Path, text: str, line: int, m
     assert str(error.value).startswith(f"{path}:{line}: ")
     assert message in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_all_faults_are_reported_at_once_up_to_a_limit(tmp_path: Path) -> None:
-    path = write(tmp_path, "prompt,seed,steps\n" + "a,x,0\n" * 7)
-    with pytest.raises(UserError) as error:
-        read_prompt_rows(path)
-    lines = str(error.value).splitlines()
-    assert lines[0].startswith(f"{path}:2: seed")
-    assert lines[1].startswith(f"{path}:2: steps")
-    assert lines[2].startswith(f"{path}:3: seed")
-    assert lines[10:] == ["... and 4 more"]
-
-
-def test_a_file_that_is_missing_or_not_text(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="does not exist"):
-        read_prompt_rows(tmp_path / "none.csv")
-    (tmp_path / "x.txt").write_bytes(b"abc\xff\xfe")
-    with pytest.raises(UserError, match=r"is not UTF-8 \(byte 3\)"):
-        read_prompt_rows(tmp_path / "x.txt")

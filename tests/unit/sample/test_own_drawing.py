@@ -113,9 +113,7 @@ def stating(folder: Path, **sampling: Any) -> Path:
     return folder
 
 
-def test_a_model_is_drawn_as_its_export_states_unless_the_user_says_otherwise(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_is_drawn_as_its_export_or_user_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = stating(tmp_path / "model", steps=3, guidance=1.0)
     _, policy = open_policy(folder)
     assert policy.drawing(None, None) == (3, 1.0)

@@ -29,6 +29,7 @@ from sd3_light.evaluate import verb as evaluate
 from sd3_light.evaluate.composition import ScoreOptions
 from sd3_light.export.chosen import choose_model
 from sd3_light.export.lora_stack import Lora
+from sd3_light.export.open_pipeline import open_pipeline
 from sd3_light.model.folder import count_weights
 from sd3_light.sample import generate as generate_module
 from sd3_light.sample import phases as module
@@ -260,7 +261,5 @@ def test_weights_that_stay_in_float32_are_counted(
 
 
 def _networks() -> dict[str, Any]:
-    from sd3_light.export.open_pipeline import open_pipeline
-
     pipe, _ = open_pipeline(DEMO, torch.device("cpu"))
     return {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}

@@ -151,7 +151,7 @@ def test_batch_and_split_do_not_change_a_byte(tmp_path: Path, demo_parts: Path, 
     assert files(tmp_path / "split") == expected
 
 
-def test_all_processes_have_about_the_same_work() -> None:
+def test_all_processes_have_about_the_same_work(tmp_path: Path) -> None:
     rows = [PromptRow("a", width=64 if number % 2 else 1024) for number in range(11)]
     shares = [assign_rows(rows, rank, 4) for rank in range(4)]
     assert sorted(number for share in shares for number in share) == list(range(11))
@@ -159,9 +159,6 @@ def test_all_processes_have_about_the_same_work() -> None:
     large = [sum(rows[number].width == 1024 for number in share) for share in shares]
     assert max(large) - min(large) <= 1
     assert assign_rows(rows[:1], 3, 4) == []
-
-
-def test_a_process_without_a_share_loads_nothing(tmp_path: Path) -> None:
     sample.run(tmp_path / "no model", ROWS[:1], [0], tmp_path / "out", FAST, Launch(1, 1, 2))
     assert not (tmp_path / "out").exists()
 
@@ -198,9 +195,7 @@ def test_what_a_killed_process_left_is_removed_and_the_rest_stays(model: Path, t
     assert other.exists()
 
 
-def test_an_image_that_appears_meanwhile_is_not_replaced(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_image_of_others_is_not_replaced(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     open_model = sample.open_model
 
     def open_slowly(*arguments: Any) -> sample.OpenModel:
@@ -246,9 +241,7 @@ def test_best_needs_a_run_and_its_evaluations(model: Path, tmp_path: Path) -> No
         sample.run(run, ROWS[:1], [0], tmp_path / "out", replace(FAST, best=True))
 
 
-def test_an_adapter_folder_is_sampled_on_its_base(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_adapter_is_sampled_on_its_base(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As a LoRA run exports it; its folder states the text policy of training."""
     adapter = tmp_path / "run" / "exports" / checkpoint_name(4)
     adapter.mkdir(parents=True)
@@ -339,9 +332,7 @@ def test_strengths_of_a_loaded_model_change_as_if_it_were_loaded_with_them(model
 
 @pytest.mark.filterwarnings("error:Already found a `peft_config`")
 @pytest.mark.parametrize("make_second", [lora_file, lokr_file], ids=["lora", "lokr"])
-def test_a_stack_of_loras_equals_the_merged_model(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_second: Any
-) -> None:
+def test_stacks_equal_the_merge(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_second: Any) -> None:
     layer = "transformer_blocks.1.attn.to_v"
     file_1, first = lora_file(tmp_path / "1.safetensors", layer, 1)
     file_2, second = make_second(tmp_path / "2.safetensors", layer, 2)

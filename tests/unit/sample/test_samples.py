@@ -213,9 +213,7 @@ def draw_on_ranks(
 
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(7, marks=pytest.mark.slow)])
-def test_ranks_share_the_work_and_draw_the_same_images(
-    caches: dict[str, Project], transformer: SD3Transformer2DModel, world: int
-) -> None:
+def test_ranks_share_and_draw_alike(caches: dict[str, Project], transformer: SD3Transformer2DModel, world: int) -> None:
     """Also with more ranks than images. All ranks call the denoiser equally often, as sharded weights need."""
     project, keys = caches["padded"], overrides()
     module = SD3TrainingModule(transformer, project.load(*keys).train)
@@ -245,6 +243,14 @@ def test_a_denoiser_batch_is_at_most_a_micro_batch(caches: dict[str, Project]) -
     sizes.clear()
     sampler(caches["padded"], *overrides(1.0), "micro_batch_size_per_gpu=4").draw(denoise)
     assert set(sizes) == {4, 2}
+    kinds: set[torch.dtype] = set()
+
+    def denoise(batch: Batch) -> Tensor:
+        kinds.add(batch["noisy"].dtype)
+        return torch.zeros_like(batch["noisy"], dtype=torch.bfloat16)
+
+    sampler(caches["padded"], *overrides()).draw(denoise)
+    assert kinds == {torch.float32}
 
 
 def test_prompts_missing_from_the_cache_are_encoded_once_at_the_start(
@@ -293,19 +299,7 @@ def test_the_grid_is_a_png_with_metadata(caches: dict[str, Project], tmp_path: P
     assert (about["guidance"], about["steps"], json.loads(about["size"])) == ("4.0", "3", [48, 80])
 
 
-def test_a_grid_that_cannot_be_written_is_reported(
-    caches: dict[str, Project], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "samples").write_text("a file where the folder should be")
-    drawing = sampler(caches["padded"], *overrides())
-    path = tmp_path / "samples" / "one.png"
-    assert drawing.sample(lambda batch: torch.zeros_like(batch["noisy"]), path, {}) is None
-    assert f"{path} was not written: File exists" in capsys.readouterr().err
-
-
-def test_the_vae_is_loaded_with_the_first_grid_and_once(
-    caches: dict[str, Project], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_vae_is_loaded_once_for_all_grids(caches: dict[str, Project], monkeypatch: pytest.MonkeyPatch) -> None:
     loads: list[torch.dtype] = []
 
     def load_vae(*arguments: Any) -> Any:
@@ -323,9 +317,7 @@ def test_the_vae_is_loaded_with_the_first_grid_and_once(
     assert drawing._decoder.vae.use_slicing, "images are decoded one at a time"
 
 
-def test_sampling_needs_no_gradients_and_no_global_generator(
-    caches: dict[str, Project], transformer: SD3Transformer2DModel
-) -> None:
+def test_sampling_needs_no_gradients_nor_seeds(caches: dict[str, Project], transformer: SD3Transformer2DModel) -> None:
     project = caches["padded"]
     module = SD3TrainingModule(transformer, project.load(*overrides()).train)
     modes: list[bool] = []
@@ -340,30 +332,18 @@ def test_sampling_needs_no_gradients_and_no_global_generator(
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_half_precision_velocities_do_not_round_the_image(caches: dict[str, Project]) -> None:
-    kinds: set[torch.dtype] = set()
-
-    def denoise(batch: Batch) -> Tensor:
-        kinds.add(batch["noisy"].dtype)
-        return torch.zeros_like(batch["noisy"], dtype=torch.bfloat16)
-
-    sampler(caches["padded"], *overrides()).draw(denoise)
-    assert kinds == {torch.float32}
-
-
-def test_a_grid_with_values_that_are_not_finite_is_reported(
+def test_a_grid_that_cannot_be_written_is_reported(
     caches: dict[str, Project], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     drawing = sampler(caches["padded"], *overrides())
-
-    def broken(batch: Batch) -> Tensor:
-        return torch.full_like(batch["noisy"], float("nan"))
-
-    assert drawing.sample(broken, tmp_path / "grid.png", {"step": 1}) is None
+    path = tmp_path / "grid.png"
+    assert drawing.sample(lambda batch: torch.full_like(batch["noisy"], float("nan")), path, {"step": 1}) is None
     assert not list(tmp_path.iterdir())
-    line = f"the grid {tmp_path / 'grid.png'} was not written: the denoiser returned NaN or infinity"
-    assert line in capfd.readouterr().err
-    assert drawing.sample(lambda batch: torch.zeros_like(batch["noisy"]), tmp_path / "grid.png", {"step": 1})
+    assert f"the grid {path} was not written: the denoiser returned NaN or infinity" in capfd.readouterr().err
+    assert drawing.sample(lambda batch: torch.zeros_like(batch["noisy"]), path, {"step": 1})
+    below = path / "one.png"
+    assert drawing.sample(lambda batch: torch.zeros_like(batch["noisy"]), below, {}) is None
+    assert f"{below} was not written: " in capfd.readouterr().err
 
 
 MIXED = """

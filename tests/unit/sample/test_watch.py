@@ -12,6 +12,7 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
 from PIL import Image
 
 from sd3_light import cli
@@ -53,9 +54,6 @@ def drawn(model: OpenModel, out: Path, watch: Watch | None = None, size: tuple[i
     requests = {number: model.request(row, number) for number in range(2)}
     files = [path for each in model.draw(requests, out, watch=watch) for path in each.values()]
     return [path.read_bytes() for path in sorted(files)]
-
-
-# --- previews ------------------------------------------------------------------------------------
 
 
 def test_what_is_cancelled_restores_the_state_of_its_thread() -> None:
@@ -111,25 +109,17 @@ def test_previews_learn_the_colors_of_finished_images(model: OpenModel, tmp_path
         request = opened.request(PromptRow(prompt), number)
         ((path,),) = [each.values() for each in opened.draw({0: request}, tmp_path / str(number), watch=watch)]
         shown = seen[0]
-        assert shown is not None
         small = np.asarray(Image.open(path).resize(shown.size, Image.Resampling.BOX), dtype=float)
         errors.append(np.abs(np.asarray(shown, dtype=float) - small).mean())
     assert errors[1] < 0.4 * errors[0]
 
 
 def test_packed_latents_are_unpacked_as_the_pipeline_does() -> None:
-    from diffusers import FluxPipeline
-
     grid = torch.arange(2 * 4 * 8 * 6).reshape(2, 4, 8, 6).float()
     packed = FluxPipeline._pack_latents(grid, 2, 4, 8, 6)
     assert as_grid(packed, 8 / 6).equal(grid)
     assert as_grid(grid, 1.0) is grid
     assert as_grid(grid[:, :, None].repeat(1, 1, 3, 1, 1), 1.0).equal(grid)
-
-
-def test_an_estimate_is_exact_where_the_path_is_straight() -> None:
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
     scheduler.set_timesteps(5)
     clean, noise = torch.tensor([2.0]), torch.tensor([-1.0])
@@ -143,10 +133,7 @@ def test_an_estimate_is_exact_where_the_path_is_straight() -> None:
         torch.testing.assert_close(each, clean)
 
 
-# --- cancelling ----------------------------------------------------------------------------------
-
-
-def test_a_step_is_cancelled_between_two_operations(model: OpenModel, tmp_path: Path) -> None:
+def test_steps_and_the_vae_are_cancelled_between_two_operations(model: OpenModel, tmp_path: Path) -> None:
     """The denoiser's first block sets the event; its next one is never called."""
     cancelled, called = threading.Event(), []
     blocks = model.pipe.transformer.transformer_blocks
@@ -162,9 +149,6 @@ def test_a_step_is_cancelled_between_two_operations(model: OpenModel, tmp_path: 
     assert called == []
     assert list((tmp_path / "none").glob("*")) == []
     assert drawn(model, tmp_path / "after", Watch(lambda: False)) == before
-
-
-def test_the_vae_is_cancelled_too(model: OpenModel, tmp_path: Path) -> None:
     cancelled, called = threading.Event(), []
     decoder = model.pipe.vae.decoder
     hooks = [decoder.conv_in.register_forward_hook(lambda *_: cancelled.set())]
@@ -192,12 +176,7 @@ def test_loading_is_cancelled_and_loads_the_same_afterwards(model: OpenModel, tm
     assert drawn(again, tmp_path / "again") == drawn(model, tmp_path / "first")
 
 
-# --- other settings of a loaded model ------------------------------------------------------------
-
-
-def test_shift_and_sampler_of_a_loaded_model_change_as_if_it_were_loaded_with_them(
-    model: OpenModel, tmp_path: Path
-) -> None:
+def test_shift_and_sampler_of_a_loaded_model_change_as_if_loaded_with_them(model: OpenModel, tmp_path: Path) -> None:
     plain = drawn(model.adjusted(OPTIONS), tmp_path / "plain")
     for number, options in enumerate(
         (SampleOptions(steps=3, shift=5.0), SampleOptions(steps=3, sampler="heun"), SampleOptions(steps=3))
@@ -219,9 +198,6 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         return capsys.readouterr().err
 
     return call
-
-
-# --- drawing an image again ----------------------------------------------------------------------
 
 
 def test_an_image_is_drawn_again_from_its_png(command: Command, tmp_path: Path) -> None:
@@ -259,14 +235,11 @@ def test_a_damaged_png_is_refused(change: dict[str, Any], text: str, tmp_path: P
         read_drawn_image(tmp_path / "plain.png")
 
 
-def test_what_an_earlier_version_did_not_write_is_the_models_own(tmp_path: Path) -> None:
+def test_what_an_earlier_version_did_not_write_is_the_models_own(tmp_path: Path, command: Command) -> None:
     facts = {"prompt": "a", "seed": 0, "width": 32, "height": 32, "steps": 2, "guidance": 1}
     text = json.dumps(facts | {"sampler": "euler", "dtype": "float32", "model": "demo"})
     drawn = drawn_image(text, "it")
     assert (drawn.options.shift, drawn.options.threads, drawn.options.frames, drawn.loras) == (None, 1, 1, ())
-
-
-def test_settings_beside_from_are_refused(command: Command) -> None:
     assert "leave --steps out" in command(DEMO, "--from", "a.png", "--steps", 3)
     assert "leave the prompt out" in command(DEMO, "a cat", "--from", "a.png")
     assert "--shift -1.0: pass a number above 0" in command(DEMO, "a cat", "--shift", "-1")

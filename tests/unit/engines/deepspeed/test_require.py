@@ -55,9 +55,7 @@ def test_a_missing_deepspeed_names_the_install_command(tmp_path: Path, monkeypat
         ({"zero_stage": 3}, 2, "deepspeed pp1 dp2 zero3", True),
     ],
 )
-def test_layouts_have_names_and_writers(
-    tmp_path: Path, keys: dict[str, Any], world: int, name: str, all_write: bool
-) -> None:
+def test_layouts_have_names(tmp_path: Path, keys: dict[str, Any], world: int, name: str, all_write: bool) -> None:
     settings = config(tmp_path, **keys)
     assert deepspeed.engine_name(settings, Launch(world=world)) == name
     assert deepspeed.all_write(settings) is all_write
