@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
+from sd3_light.check import disk
 from sd3_light.check import verb as check
 from sd3_light.check.verb import disk_faults
 from sd3_light.config import ConfigFaults, Fault
@@ -307,3 +308,29 @@ def test_metrics_need_a_dataset_and_a_model_folder(files: Any) -> None:
     faults = disk_faults(files.load(tables=table.format("truth.toml")))
     assert {fault.key for fault in faults} == {"directory[0].path", "directory[0].resolutions"}
     assert all(fault.file.endswith("truth.toml") for fault in faults)
+
+
+# --- libraries that are not installed -------------------------------------------------------------
+
+
+PRODIGY = '[optimizer]\ntype = "prodigy"'
+
+
+def test_optimizers_and_few_bits_without_their_library(
+    monkeypatch: pytest.MonkeyPatch, files: Any, only_fault: Single
+) -> None:
+    monkeypatch.setattr(disk, "find_spec", lambda name: None)
+    fault = only_fault(tables=PRODIGY)
+    assert fault.key == "optimizer.type"
+    assert "prodigyopt" in fault.problem
+    assert fault.hint is not None
+    assert "`pip install 'sd3-light[prodigy]'`" in fault.hint
+    assert disk_faults(files.load(tables=PRODIGY), caching=True) == [], "a cache needs no optimizer"
+    assert disk_faults(files.load(tables='[optimizer]\ntype = "muon"')) == []
+    monkeypatch.setattr(disk, "find_spec", lambda name: object())
+    assert disk_faults(files.load(tables=PRODIGY)) == []
+    monkeypatch.setattr(disk, "find_spec", lambda name: None)
+    files.denoiser("sd3/transformer")
+    fault = only_fault(model="", tables="[adapter]\nbase_bits = 4")
+    assert (fault.key, fault.value) == ("adapter.base_bits", "4")
+    assert fault.hint == "run `pip install 'sd3-light[bnb]'`, or write base_bits = 8"

@@ -38,20 +38,19 @@ def test_both_passes_report_together_and_a_faulty_key_is_not_checked_on_disk(tmp
     assert faults["model.diffusers_path"] != "no such folder"
 
 
-def test_an_unknown_size_is_one_fault(fresh_project: Project) -> None:
-    """The folder's encoders fit the size that was meant; they are not compared with the default size."""
+def faulty_keys(project: Project, *overrides: str) -> set[str]:
     with pytest.raises(ConfigFaults) as caught:
-        check.load(fresh_project.train_toml, ["model.size=tiny"])
-    assert [fault.key for fault in caught.value.faults] == ["model.size"]
+        check.load(project.train_toml, overrides)
+    return {fault.key for fault in caught.value.faults}
 
 
-def test_a_typo_in_the_shape_does_not_compare_the_folder_with_the_default_size(fresh_project: Project) -> None:
+def test_a_folder_is_not_compared_with_the_default_size_if_another_was_meant(fresh_project: Project) -> None:
+    assert faulty_keys(fresh_project, "model.size=tiny") == {"model.size"}
     text = fresh_project.train_toml.read_text(encoding="utf-8")
     lines = [line for line in text.splitlines() if not line.startswith("size =")]
     fresh_project.train_toml.write_text("\n".join(lines), encoding="utf-8")
-    with pytest.raises(ConfigFaults) as caught:
-        check.load(fresh_project.train_toml, ["model.shape.num_layers=2", "model.shape.num_head=2"])
-    assert {fault.key for fault in caught.value.faults} == {"model.shape.num_head", "model.shape.num_heads"}
+    typo = ("model.shape.num_layers=2", "model.shape.num_head=2")
+    assert faulty_keys(fresh_project, *typo) == {"model.shape.num_head", "model.shape.num_heads"}
 
 
 def test_encoders_that_do_not_fit_a_size_come_with_a_remedy(fresh_project: Project) -> None:

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import multiprocessing
 import shutil
 import time
 import tracemalloc
@@ -21,12 +20,19 @@ from sd3_light.data.cache_plan import make_cache_plan
 from sd3_light.sources import catalogue as catalogue_module
 from sd3_light.sources.catalogue import Catalogue, InputRow, Listing, make_sources
 from sd3_light.sources.claims import Claims
-from tests.unit.sources.catalogues import RECIPE, directory, plan_for, sample_names, unit_files, write_image
+from tests.unit.sources.catalogues import (
+    FORK,
+    RECIPE,
+    directory,
+    plan_for,
+    sample_names,
+    start,
+    unit_files,
+    write_image,
+)
 from tests.waiting import HANG_SECONDS
 
 pytestmark = pytest.mark.usefixtures("small_parts")
-
-FORK = multiprocessing.get_context("fork")
 
 
 def test_an_unchanged_plan_is_reused(images: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,8 +115,7 @@ def plan_and_hang(cache: Path, images: Path, ready: Any) -> None:
 def test_the_work_of_a_killed_planner_is_taken_over(images: Path, cache: Path) -> None:
     expected = unit_files(plan_for(cache.with_name("other"), images))
     ours, theirs = FORK.Pipe()
-    process = FORK.Process(target=plan_and_hang, args=(cache, images, theirs))
-    process.start()
+    process = start(plan_and_hang, cache, images, theirs)
     assert ours.poll(HANG_SECONDS)
     assert list((cache / "claims").glob("plan-*.claim"))
     process.kill()

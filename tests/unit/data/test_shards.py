@@ -104,10 +104,6 @@ def test_a_shard_has_the_tensors_of_its_columns(tmp_path: Path, content: ShardCo
     assert os.listdir(tmp_path) == []
 
 
-def full(*_: object) -> None:
-    raise OSError(28, "No space left on device")
-
-
 @pytest.mark.parametrize("survives", [0, 1, 2])
 def test_a_shard_never_exists_without_its_companions(
     tmp_path: Path, content: ShardContent, monkeypatch: pytest.MonkeyPatch, survives: int
@@ -156,24 +152,21 @@ def manifest(tmp_path: Path, content: ShardContent) -> Manifest:
     )
 
 
-def test_a_manifest_round_trips(tmp_path: Path, manifest: Manifest) -> None:
-    manifest.save(tmp_path)
-    assert Manifest.load(tmp_path) == manifest
-    assert Manifest.from_json((tmp_path / MANIFEST).read_bytes(), "there") == manifest
-
-
-def test_a_manifest_is_replaced_atomically(tmp_path: Path, manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
-    manifest.save(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", full)
-        with pytest.raises(UserError, match="cannot write"):
-            replace(manifest, shards=()).save(tmp_path)
-    assert Manifest.load(tmp_path) == manifest
-
-
-def test_a_folder_without_a_manifest_is_not_a_cache(tmp_path: Path) -> None:
+def test_a_manifest_round_trips_and_is_replaced_atomically(
+    tmp_path: Path, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(UserError, match=rf"no cache at {tmp_path}; build it with `sd3-light cache CONFIG`"):
         Manifest.load(tmp_path)
+    manifest.save(tmp_path)
+    assert Manifest.load(tmp_path) == Manifest.from_json((tmp_path / MANIFEST).read_bytes(), "there") == manifest
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(UserError, match="cannot write"):
+        replace(manifest, shards=()).save(tmp_path)
+    assert Manifest.load(tmp_path) == manifest
 
 
 @pytest.mark.parametrize("other", [2, 4, CACHE_FORMAT + 1])

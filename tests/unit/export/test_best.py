@@ -2,12 +2,15 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from sd3_light.checkpoint.store import checkpoint_name
+from sd3_light.config.faults import UserError
 from sd3_light.export import best as module
 from sd3_light.export.best import BestMeasurement, best_name, mark_best, restore_best
-from sd3_light.export.chosen import choose_model
+from sd3_light.export.chosen import best_export, choose_model
 
 
 @pytest.mark.parametrize(("metric", "values"), [("kid", (3.0, 2.0, 2.0, 4.0)), ("retrieval", (0.1, 0.5, 0.5, 0.2))])
@@ -71,3 +74,23 @@ def test_a_file_system_without_links_is_reported(
     mark_best(make_exports(tmp_path, 2)[0])
     assert "cannot be written (Operation not permitted); the best export is step-00000002" in capsys.readouterr().err
     assert module.best_name(tmp_path) is None
+
+
+# --- the export that `--best` chooses -------------------------------------------------------------
+
+
+def write_run(run: Path, losses: dict[int, Any]) -> Path:
+    events = []
+    for step, loss in losses.items():
+        (run / "exports" / checkpoint_name(step)).mkdir(parents=True)
+        events.append({"event": "eval", "step": step, "set": "held_out", "weights": "ema", "flow": loss})
+        events.append({"event": "export", "step": step, "weights": "ema"})
+    (run / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return run
+
+
+def test_an_export_whose_loss_is_not_finite_is_not_the_best(tmp_path: Path) -> None:
+    run = write_run(tmp_path, {1: 0.9, 2: 0.5, 3: "nan", 4: "inf", 5: None})
+    assert best_export(run).name == checkpoint_name(2)
+    with pytest.raises(UserError, match="was evaluated at its step with a finite loss; write eval_datasets"):
+        best_export(write_run(tmp_path / "no loss", {1: "nan"}))

@@ -1,9 +1,11 @@
 """Helpers that write images and build their catalogue and plan as a newly started process does."""
 
 import itertools
+import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,14 @@ from sd3_light.sources.records import FileBytes
 
 RECIPE = {"t5_max_length": 16, "vae": "abc"}
 COUNT = 30
+FORK = multiprocessing.get_context("fork")
 _times = itertools.count(10**18, 10**9)
+
+
+def start(work: Callable[..., object], *args: object) -> BaseProcess:
+    process = FORK.Process(target=work, args=args)
+    process.start()
+    return process
 
 
 def write_image(path: Path, colour: int = 0, size: tuple[int, int] = (64, 64), caption: str | None = "a, b, c") -> None:

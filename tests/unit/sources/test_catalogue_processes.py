@@ -1,11 +1,9 @@
 """A catalogue filled by several processes: they divide the work and take over that of dead processes."""
 
-import multiprocessing
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +15,10 @@ from sd3_light.sources import decode
 from sd3_light.sources.catalogue import Catalogue, make_sources, rotate_to_share
 from sd3_light.sources.claims import Claims
 from sd3_light.sources.decode import Probe, SampleLocation
-from tests.unit.sources.catalogues import COUNT, directory, ignore, list_and_probe, name_of, open_catalogue
+from tests.unit.sources.catalogues import COUNT, FORK, directory, ignore, list_and_probe, name_of, open_catalogue, start
 from tests.waiting import HANG_SECONDS
 
 pytestmark = pytest.mark.usefixtures("small_parts")
-
-FORK = multiprocessing.get_context("fork")
-
-
-def start(work: Callable[..., object], *args: object) -> BaseProcess:
-    process = FORK.Process(target=work, args=args)
-    process.start()
-    return process
 
 
 def test_every_process_starts_at_a_different_item() -> None:

@@ -1,12 +1,11 @@
 """Claims: one living owner per item, items of dead owners are taken over, and no files are left behind."""
 
 import errno
-import multiprocessing
 import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ from sd3_light.config.faults import UserError
 from sd3_light.sources import claims as module
 from sd3_light.sources.claims import Claims
 from tests.faults import Call, faulty_disk
+from tests.unit.sources.catalogues import FORK, start
 from tests.waiting import HANG_SECONDS, wait_until
 
-FORK = multiprocessing.get_context("fork")
 ELSEWHERE = "other-host-0a1b2c3d-4026531836-123-456789-abcdef"  # an owner on another machine
 STALE_AFTER = 60.0
 
@@ -28,12 +27,6 @@ STALE_AFTER = 60.0
 def claims(tmp_path: Path) -> Iterator[Claims]:
     with Claims(tmp_path / "claims") as claims:
         yield claims
-
-
-def start(work: Callable[..., object], *args: object) -> BaseProcess:
-    process = FORK.Process(target=work, args=args)
-    process.start()
-    return process
 
 
 def is_owned(claims: Claims, name: str) -> bool:
