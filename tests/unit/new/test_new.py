@@ -18,7 +18,7 @@ from sd3_light.check import verb as check
 from sd3_light.cli import app, new_verb
 from sd3_light.cli.new_verb import _report
 from sd3_light.cli.process import run_guarded
-from sd3_light.config import SIZES, AdapterConfig, ConfigFaults, UserError
+from sd3_light.config import SIZES, AdapterConfig, ConfigFaults, TrainConfig, UserError
 from sd3_light.core.caption_lengths import short_captions
 from sd3_light.core.registry import family_named, with_family_values
 from sd3_light.cost.amount import format_bytes
@@ -165,17 +165,21 @@ def test_less_memory_gives_smaller_batches_and_then_checkpointing(tmp_path: Path
     assert [size for size, _ in plans] == sorted((size for size, _ in plans), reverse=True)
 
 
-def test_less_memory_releases_gradients_then_narrows_weights(tmp_path: Path, images: str) -> None:
+def medium_in(folder: Path, images: str) -> tuple[NewProject, TrainConfig, check.RunEstimate]:
     """SD3.5 medium in place of the demo model, whose weights always fit."""
-    project = new.run("finetune", images, str(DEMO), tmp_path, gpus=gpu(80))
-    assert not project.plan.release
+    project = new.run("finetune", images, str(DEMO), folder, gpus=gpu(80))
     loaded = check.load(project.train_toml)
     estimate = check.run(loaded)
     cost = SD3Cost(SIZES["sd3.5_medium"], loaded.train.model)
-    medium = replace(estimate, setup=replace(estimate.setup, cost=cost, bounds=()))
+    return project, loaded.train, replace(estimate, setup=replace(estimate.setup, cost=cost, bounds=()))
+
+
+def test_less_memory_releases_gradients_then_narrows_weights(tmp_path: Path, images: str) -> None:
+    project, train, medium = medium_in(tmp_path, images)
+    assert not project.plan.release
     chosen = {}
     for gib in (80, 40, 24, 22, 12):
-        plan = plan_memory(medium, loaded.train, KINDS["finetune"], gpu(gib))
+        plan = plan_memory(medium, train, KINDS["finetune"], gpu(gib))
         assert plan.fits, gib
         assert (plan.accumulation == 1) or not plan.release
         chosen[gib] = (plan.release, plan.narrow, plan.averages)
@@ -195,30 +199,27 @@ def test_less_memory_releases_gradients_then_narrows_weights(tmp_path: Path, ima
         22: (True, False, False),
         12: (True, True, False),
     }
-    several = plan_memory(medium, loaded.train, KINDS["finetune"], gpu(12) * 2)
+    several = plan_memory(medium, train, KINDS["finetune"], gpu(12) * 2)
     assert not several.release, "several GPUs shard the weights"
 
 
 def test_all_weights_that_do_not_fit_get_blocks_in_host_memory(
     tmp_path: Path, images: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    project = new.run("finetune", images, str(DEMO), tmp_path, gpus=gpu(80))
-    loaded = check.load(project.train_toml)
-    estimate = check.run(loaded)
-    cost = SD3Cost(SIZES["sd3.5_medium"], loaded.train.model)
-    medium = replace(estimate, setup=replace(estimate.setup, cost=cost, bounds=()))
-    plans = [plan_memory(medium, loaded.train, KINDS["finetune"], gpu(gib)) for gib in (12, 10, 8, 1.5)]
+    project, train, medium = medium_in(tmp_path, images)
+    plans = [plan_memory(medium, train, KINDS["finetune"], gpu(gib)) for gib in (12, 10, 8, 1.5)]
     assert [plan.fits for plan in plans] == [True, True, True, False]
     assert 0 == plans[0].swap_blocks < plans[1].swap_blocks < plans[2].swap_blocks < plans[3].swap_blocks == 24
+    blocks = medium.setup.cost.layer_parameters[1:-1]
     for plan in plans[1:]:
         assert (plan.release, plan.narrow, plan.averages, plan.micro_batch) == (True, True, False, 1)
-        assert plan.host == pytest.approx(4.03 * plan.swap_blocks * sum(cost.layer_parameters[1:-1]) / 24, rel=0.2)
+        assert plan.host == pytest.approx(4.03 * plan.swap_blocks * sum(blocks) / 24, rel=0.2)
     text = train_toml(KINDS["finetune"], TextValues("finetune", "images", "owner/model", 64, plans[1]))
     table = tomllib.loads(text)
     assert (table["swap_blocks"], table["gradient_release"]) == (plans[1].swap_blocks, True)
     held = f"# {format_bytes(plans[1].host)} of host memory, for weights and moments that do not fit on the GPU"
     assert held in text
-    train = loaded.train.model_copy(
+    train = train.model_copy(
         update={key: table[key] for key in ("swap_blocks", "gradient_release", "activation_checkpointing")}
     )
     setup = replace(medium.setup, swapped=train.swap_blocks, release=True, checkpointing=True, batch=1, ema_tracks=0)
