@@ -149,9 +149,7 @@ def test_a_module_of_the_package_trains_by_our_launcher(tmp_path: Path, script: 
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(importlib.util.find_spec("diffsynth") is None, reason="needs diffsynth")
 @pytest.mark.parametrize("launcher", [(), TWO], ids=["python", "torchrun"])
-def test_a_module_of_the_package_trains_by_deepspeed(
-    tmp_path: Path, script: tuple[Path, str], launcher: tuple[str, ...]
-) -> None:
+def test_a_package_module_by_deepspeed(tmp_path: Path, script: tuple[Path, str], launcher: tuple[str, ...]) -> None:
     """With the numbers of torch's engine, which needs no Accelerator either, and files by the package's logger."""
     pytest.importorskip("deepspeed")
     file, stubs = script

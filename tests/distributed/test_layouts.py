@@ -236,9 +236,7 @@ def test_every_layout_trains_alike(trained: Project, layout: Layout) -> None:
 
 
 @pytest.mark.slow  # test_sharded_muon.py compares the optimizer itself
-def test_muon_trains_alike_with_sharded_matrices(
-    rich: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_muon_trains_alike_with_sharded_weights(rich: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One process and FSDP2, from the start and from each other's checkpoints."""
     monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
     project = rich.copy(tmp_path / "project")

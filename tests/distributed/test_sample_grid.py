@@ -1,14 +1,16 @@
-"""Two processes (gloo) sample the same grid as one."""
+"""Two processes sample the grid, and write the sample files, of one."""
 
 import json
 import multiprocessing
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from PIL import Image
 
+from sd3_light.assets import DEMO
 from sd3_light.config import SIZES, TrainConfig
 from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import CachedDataset
@@ -16,6 +18,7 @@ from sd3_light.engines import Launch
 from sd3_light.families.sd3.module import SD3TrainingModule
 from sd3_light.families.sd3.random_weights import new_transformer
 from sd3_light.sample.in_training import Sampler
+from tests.distributed.layouts import run_ranks
 from tests.project import Project
 from tests.waiting import HANG_SECONDS
 
@@ -64,3 +67,25 @@ def test_two_processes_sample_the_grid_of_one(project: Project, tmp_path: Path) 
         alone, together = (np.asarray(image).astype(int) for image in (first, second))
     assert np.abs(alone - together).max() <= 1
     assert len(np.unique(alone)) > 50, "the images are not blank"
+
+
+def sample(out: Path, table: Path, processes: int) -> str:
+    """Run `sd3-light sample` in some processes; return its stdout."""
+    command = ["-m", "sd3_light", "sample", DEMO, "a star", "--file", table, "--seed", 1, "--seed", 2]
+    return run_ranks(processes, *command, "--steps", 2, "--out", out).stdout
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.slow  # test_sample.py compares the shares of two ranks in one process
+def test_two_processes_write_the_files_of_one(tmp_path: Path) -> None:
+    table = tmp_path / "prompts.csv"
+    table.write_text("prompt,seed,width\na large red circle,,\ntwo blue squares,7,80\n", encoding="utf-8")
+    alone = sample(tmp_path / "one", table, 1)
+    together = sample(tmp_path / "two", table, 2)
+    expected = files(tmp_path / "one")
+    assert sorted(expected) == [*(f"0000{number}.png" for number in range(5)), "grid.png"]
+    assert files(tmp_path / "two") == expected
+    assert alone.count("wrote") == together.count("wrote") == 1

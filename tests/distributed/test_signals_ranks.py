@@ -48,9 +48,7 @@ def test_a_signal_to_one_rank_stops_both_after_the_same_step(project: Project) -
 
 
 @pytest.mark.slow
-def test_a_killed_worker_of_one_rank_stops_both_with_a_saved_step(
-    project: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_worker_of_one_rank_stops_both_and_saves(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the kernel does when memory is short. Its rank prepares the batches itself until both have saved."""
     monkeypatch.setenv("TORCH_TEST_COLD", "1")  # the ranks themselves, not their stand-ins: see tests/warm
     with TrainProcess(project, launcher=TORCHRUN, **ENDLESS, num_dataloader_workers=2) as live:

@@ -47,13 +47,7 @@ def test_two_processes_equal_one(tmp_path: Path, stage: str) -> None:
         pytest.importorskip("deepspeed")
     settings: dict[str, Any] = {"batch_size": 4, "max_steps": 4, "ema_decay": 0.9, "num_epochs": 9, "save_steps": 4}
     launch_training_task(
-        Accelerator(cpu=True),
-        Images(),
-        Toy(),
-        ModelLogger(tmp_path / "one"),
-        1e-2,
-        num_workers=0,
-        **settings,
+        Accelerator(cpu=True), Images(), Toy(), ModelLogger(tmp_path / "one"), 1e-2, num_workers=0, **settings
     )
     done = start_two(tmp_path / "two", stage)
     assert done.returncode == 0, done.stderr

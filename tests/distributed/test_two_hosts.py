@@ -111,9 +111,7 @@ def newest_checkpoint(project: Project) -> int:
 
 
 @pytest.mark.slow  # one host covers the ranks, unit tests the claims and lost peers
-def test_two_hosts_cache_and_train_until_one_dies(
-    hosts: Hosts, fresh_project: Project, cached_project: Project
-) -> None:
+def test_two_hosts_cache_and_train_till_one_dies(hosts: Hosts, fresh_project: Project, cached_project: Project) -> None:
     """Both fill the shared cache, then train; the second dies; the first reports it and exits; the run resumes."""
     project = fresh_project
     first, second = on_both(hosts, project, **ENDLESS, dist_timeout_sec=1000)
@@ -279,9 +277,6 @@ def test_a_wrong_network_device_is_reported(hosts: Hosts, project: Project, devi
     assert all("GLOO_SOCKET_IFNAME" in text.splitlines()[-1] for text in messages)
 
 
-# --- the DeepSpeed launcher, without ssh --------------------------------------------------------
-
-
 def deepspeed(hosts: Hosts, node: int) -> list[str]:
     """Return `deepspeed --hostfile F --no_ssh --node_rank R --master_addr A --master_port P`."""
     pytest.importorskip("deepspeed")
@@ -293,9 +288,7 @@ def deepspeed(hosts: Hosts, node: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_deepspeed_launcher_caches_on_two_hosts(
-    hosts: Hosts, fresh_project: Project, cached_project: Project
-) -> None:
+def test_deepspeed_launcher_caches_on_two_hosts(hosts: Hosts, fresh_project: Project, cached_project: Project) -> None:
     flags = ("--deepspeed", "--cache_only")
     finish([hosts.start(node, [*deepspeed(hosts, node), *training(fresh_project, *flags)]) for node in (0, 1)])
     assert shards(fresh_project) == shards(cached_project)

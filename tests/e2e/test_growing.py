@@ -14,12 +14,7 @@ from tests.project import Project
 
 pytestmark = pytest.mark.usefixtures("unproven")
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
-DRAWS = (
-    "model.num_layers=3",
-    "model.routing.share=0.5",
-    "model.layer_sync.weight=0.5",
-    "model.position_crop_side=8",
-)
+DRAWS = ("model.num_layers=3", "model.routing.share=0.5", "model.layer_sync.weight=0.5", "model.position_crop_side=8")
 
 
 def export(project: Project, step: int, run: str = "run") -> Path:

@@ -8,12 +8,7 @@ import pytest
 from PIL import Image
 
 from sd3_light import cli
-from tests.e2e.browser import (
-    Browser,
-    assert_fits_width,
-    assert_readable_in_both_schemes,
-    assert_self_contained,
-)
+from tests.e2e.browser import Browser, assert_fits_width, assert_readable_in_both_schemes, assert_self_contained
 from tests.project import Project
 
 HOSTILE = "<img src=http://127.0.0.1:9/x onerror=alert(1)>"
@@ -73,9 +68,7 @@ def test_the_page_shows_the_cache_without_network_and_errors(open_page: Callable
     assert opened.evaluate(is_marked % CHINESE)
 
 
-def test_the_page_fits_its_window_and_is_readable(
-    open_page: Callable[..., Browser], browser: Browser, page: Path
-) -> None:
+def test_the_page_fits_its_window_readably(open_page: Callable[..., Browser], browser: Browser, page: Path) -> None:
     for width in (390, 800, 1280):
         assert_fits_width(open_page(width), width)
     assert_readable_in_both_schemes(browser, page.as_uri())

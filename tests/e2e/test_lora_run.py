@@ -101,9 +101,7 @@ def test_it_is_evaluated_sampled_and_reported(tuned: Project) -> None:
     assert base["eval"]["flow"] != pytest.approx(trained, rel=1e-3)
 
 
-def test_the_export_command_writes_the_same_file_or_names_the_cause(
-    tuned: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_export_command_writes_the_same_or_names_the_cause(tuned: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sd3_light.export.adapter_folder.prove_adapter", lambda *_: {})
     same = export.run(tuned.run, tuned.folder / "again") / file_of(tuned).name
     assert same.read_bytes() == file_of(tuned).read_bytes()
@@ -166,9 +164,7 @@ def test_blocks_in_host_memory_change_no_bit(
     assert losses[0] == losses[1]
 
 
-def test_a_run_starts_from_an_existing_adapter(
-    tuned: Project, project: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_starts_from_another_adapter(tuned: Project, project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sd3_light.export.adapter_folder.prove_adapter", lambda *_: {})
     start = f'rank = 4\nalpha = 2.0\ninit_from_existing = "{file_of(tuned).parent}"'
     use_adapter(project, start).train("max_steps=1", "optimizer.lr=1e-30")

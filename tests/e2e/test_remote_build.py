@@ -51,9 +51,7 @@ def writes(store: ObjectStore) -> list[str]:
     return [path for method, path in store.requests if method in ("PUT", "POST", "DELETE")]
 
 
-def test_a_build_from_s3_to_s3_equals_a_local_one(
-    project: RemoteProject, cached_project: Project, store: ObjectStore
-) -> None:
+def test_s3_to_s3_builds_as_a_local_one(project: RemoteProject, cached_project: Project, store: ObjectStore) -> None:
     assert project.build() == 40
     assert content(store.get(project.url)) == local_content(cached_project)
     assert [path for path in writes(store) if "/catalogue/" not in path][-1].endswith(f"/cache/{MANIFEST}")
@@ -91,9 +89,7 @@ def test_a_broken_build_continues_where_it_stopped(
 
 
 @pytest.mark.slow
-def test_a_divided_dataset_keeps_its_sides_in_the_store(
-    project: RemoteProject, cached_project: Project, store: ObjectStore
-) -> None:
+def test_a_divided_dataset_keeps_its_sides(project: RemoteProject, cached_project: Project, store: ObjectStore) -> None:
     assert project.build() == 40
     project.data(project.data_toml.read_text().replace("[[directory]]", "validation = true\n\n[[directory]]"))
     assert project.build() == 0, "nothing is encoded twice"
@@ -262,9 +258,7 @@ def run_command(project: RemoteProject, store: ObjectStore, *flags: str, killer:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_build_that_is_killed_at_any_moment_is_completed(
-    project: RemoteProject, cached_project: Project, store: ObjectStore
-) -> None:
+def test_a_build_killed_at_any_moment_ends(project: RemoteProject, cached_project: Project, store: ObjectStore) -> None:
     pid_file = project.folder / "pid.txt"
     moments = [(1, "", True), (3, ".safetensors", True), (2, ".json", False), (2, ".safetensors", False)]
     moments += [(1, "rejects.jsonl", False), (1, f"/{MANIFEST}", True), (1, f"/{MANIFEST}", False)]

@@ -10,13 +10,7 @@ import pytest
 from PIL import Image
 
 from sd3_light.report.verb import write_run_page
-from tests.e2e.browser import (
-    Browser,
-    assert_fits_width,
-    assert_readable_in_both_schemes,
-    assert_self_contained,
-    press,
-)
+from tests.e2e.browser import Browser, assert_fits_width, assert_readable_in_both_schemes, assert_self_contained, press
 
 GRIDS = (50, 100, 150)
 
@@ -129,9 +123,7 @@ def test_without_scripts_the_page_shows_every_grid(browser: Browser, page: Path)
     assert "hidden" in hidden
 
 
-def test_the_page_fits_its_window_and_is_readable(
-    open_page: Callable[..., Browser], browser: Browser, page: Path
-) -> None:
+def test_the_page_fits_its_window_readably(open_page: Callable[..., Browser], browser: Browser, page: Path) -> None:
     for width in (390, 800, 1280):
         assert_fits_width(open_page(width), width)
     assert_readable_in_both_schemes(browser, page.as_uri())

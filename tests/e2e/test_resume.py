@@ -111,8 +111,7 @@ IMPORTANT = (EPOCH - 1, EPOCH, EPOCH + 1)
 
 
 @pytest.mark.parametrize(
-    "step",
-    [pytest.param(step, marks=() if step in IMPORTANT else pytest.mark.slow) for step in range(1, STEPS)],
+    "step", [pytest.param(step, marks=() if step in IMPORTANT else pytest.mark.slow) for step in range(1, STEPS)]
 )
 def test_a_resumed_run_equals_the_uninterrupted_run(
     whole: Project, project: Project, step: int, capfd: pytest.CaptureFixture[str]
@@ -205,9 +204,7 @@ def test_a_restart_trains_from_the_beginning(whole: Project, project: Project) -
     assert kept.read_bytes() == b"damaged"
 
 
-def test_resuming_from_an_earlier_checkpoint_sets_later_ones_aside(
-    whole: Project, project: Project, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_later_checkpoints_are_set_aside(whole: Project, project: Project, capfd: pytest.CaptureFixture[str]) -> None:
     for step in (4, 6, 7):
         shutil.copytree(checkpoint(whole, step), checkpoint(project, step, "resumed"))
     project.train(*settings(max_steps=5), resume=Resume(checkpoint(project, 4, "resumed")))
@@ -240,9 +237,7 @@ def test_a_failed_export_is_made_when_the_run_is_resumed(project: Project, monke
     assert [event["step"] for event in project.events("step")] == [1, 2]
 
 
-def test_resuming_a_finished_run_does_nothing(
-    whole: Project, project: Project, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_run_is_not_resumed(whole: Project, project: Project, capfd: pytest.CaptureFixture[str]) -> None:
     done = project.train(*settings(), resume=Resume(checkpoint(whole, STEPS)))
     assert done.step == STEPS
     line = f"already finished: step {STEPS} of {STEPS}; raise max_steps or epochs to train more"
@@ -268,9 +263,7 @@ def test_a_run_does_not_overwrite_another(whole: Project) -> None:
         ('optimizer.type="muon"', r"trained with optimizer.type = 'adamw', .* --reset-optimizer"),
     ],
 )
-def test_other_data_models_and_optimizers_are_rejected(
-    whole: Project, project: Project, change: str, message: str
-) -> None:
+def test_other_data_and_models_are_rejected(whole: Project, project: Project, change: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         project.train(*settings(), change, resume=Resume(checkpoint(whole, 4)))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import SD3Transformer2DModel
+from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -22,6 +22,7 @@ from sd3_light.export import init
 from sd3_light.export import verb as export
 from sd3_light.export.chosen import choose_model
 from sd3_light.families.sd3.positions import position_table
+from sd3_light.flow import objectives
 from sd3_light.flow.objective import BAND_NAMES
 from sd3_light.report import verb as report
 from sd3_light.report.inspect import verb as inspect
@@ -43,9 +44,6 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 def equal(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
     return set(one) == set(two) and all(torch.equal(one[name], two[name]) for name in one)
-
-
-# --- the log -----------------------------------------------------------------------------------
 
 
 def test_steps_evaluations_and_grids_are_logged_with_their_numbers(finished: Project) -> None:
@@ -117,9 +115,6 @@ def test_the_run_folder_has_the_documented_contents_and_is_read(finished: Projec
     assert cache.buckets == {"64x64": 20, "80x48": 10, "48x80": 10}
 
 
-# --- checkpoint and export ---------------------------------------------------------------------
-
-
 def test_the_export_has_the_ema_weights(finished: Project, export_folder: Path) -> None:
     tensors, facts = read_checkpoint(finished.run / "checkpoints" / "step-00000004")
     assert facts["progress"] == {"step": 4, "samples": 16, "skipped": 0, "position": 4}
@@ -131,9 +126,7 @@ def test_the_export_has_the_ema_weights(finished: Project, export_folder: Path) 
     assert (export_folder / "proof.json").is_file()
 
 
-def test_the_checkpoints_of_a_run_are_exported_again(
-    finished: Project, export_folder: Path, tmp_path: Path, unproven: None
-) -> None:
+def test_checkpoints_are_exported_again(finished: Project, export_folder: Path, tmp_path: Path, unproven: None) -> None:
     export.run(finished.run, tmp_path / "again")
     assert equal(weights_of(tmp_path / "again"), weights_of(export_folder))
     for name in ("model_index.json", "sd3_light.json", "README.md", "scheduler/scheduler_config.json"):
@@ -178,9 +171,7 @@ def test_an_export_draws_at_the_size_and_with_the_positions_it_was_trained_with(
         assert json.loads(grid.text["size"]) == [48, 48]  # type: ignore[attr-defined]
 
 
-def test_a_shape_trains_and_a_branch_cools_down(
-    project: Project, unproven: None, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_shapes_train_and_branches_cool(project: Project, unproven: None, capfd: pytest.CaptureFixture[str]) -> None:
     """A run of any shape, then a branch off its checkpoint whose last two steps decay, with a shift by tokens."""
     project.train_toml.write_text(project.train_toml.read_text().replace('size = "tiny2"\n', ""))
     shape = ("model.shape={num_layers=1, num_heads=3, head_dim=32}", "model.sqrt_shift=true")
@@ -199,17 +190,11 @@ def test_a_shape_trains_and_a_branch_cools_down(
     scheduler = project.folder / "branch/exports/step-00000004/scheduler/scheduler_config.json"
     assert json.loads(scheduler.read_text())["shift"] == 0.25, "of 16 tokens"
     model = load_config(project.folder / "branch/config.toml").train.model
-    assert model.shape is not None
     assert (model.shape.num_heads, model.position_step) == (3, 0.5)
-
-
-# --- sampling ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("guidance", [3.0, 1.0])
 def test_a_sample_equals_the_stock_pipelines_image(export_folder: Path, tmp_path: Path, guidance: float) -> None:
-    from diffusers import StableDiffusion3Pipeline
-
     seed, steps = 11, 3
     sample.run(export_folder, [PromptRow(PROMPT)], [seed], tmp_path, sample.SampleOptions(steps, guidance))
     pipe = StableDiffusion3Pipeline.from_pretrained(export_folder, dtype=torch.float32, local_files_only=True)
@@ -244,9 +229,7 @@ def test_each_prompt_is_sampled_with_each_seed(export_folder: Path, tmp_path: Pa
     assert len(list(tmp_path.iterdir())) == 5
 
 
-def test_a_model_is_scored_and_measured_against_true_images(
-    export_folder: Path, tmp_path: Path, finished: Project
-) -> None:
+def test_a_model_is_measured_against_true_images(export_folder: Path, tmp_path: Path, finished: Project) -> None:
     result = evaluate.run(export_folder, 3, options=ScoreOptions(1, 1.0), out=tmp_path / "score.json")
     assert json.loads((tmp_path / "score.json").read_text()) == json.loads(json.dumps(result.as_dict()))
     options, page = AgainstOptions(steps=1, guidance=1.0, batch=2), tmp_path / "page.html"
@@ -256,9 +239,6 @@ def test_a_model_is_scored_and_measured_against_true_images(
     assert all(estimate is not None for estimate in scores.estimates.values())
     drawn = against.draw(choose_model(export_folder), measured.truths[:2], torch.device("cpu"), options)
     assert all(np.array_equal(measured.images[str(finished.run)][row], drawn[row]) for row in range(2))
-
-
-# --- initial weights ----------------------------------------------------------------------------
 
 
 def test_init_writes_initial_weights_and_never_overwrites(project: Project, unproven: None) -> None:
@@ -292,9 +272,6 @@ def test_an_export_can_be_fine_tuned(project: Project, export_folder: Path, unpr
     project.train("max_steps=1", "optimizer.lr=1e-12", "ema.enable=false")
     before, after = weights_of(export_folder), weights_of(project.run / "exports" / "step-00000001")
     assert all(torch.allclose(before[name], after[name], atol=1e-9) for name in before)
-
-
-# --- kinds of training -------------------------------------------------------------------------
 
 
 def test_frozen_weights_stay_and_the_others_change(project: Project, unproven: None) -> None:
@@ -332,8 +309,6 @@ def test_other_losses_train_and_a_pattern_that_freezes_nothing_is_rejected(proje
 
 
 def test_runs_without_finite_losses_stop_or_fail(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sd3_light.flow import objectives
-
     real = objectives.flow_loss
     monkeypatch.setattr(objectives, "flow_loss", lambda *args: real(*args) * float("nan"))
     with pytest.raises(UserError, match=r"not finite in 3 steps in a row .*then resume"):
@@ -346,21 +321,10 @@ def test_runs_without_finite_losses_stop_or_fail(project: Project, monkeypatch: 
     assert project.events("export", "none") == []
 
 
-def test_only_the_newest_checkpoints_and_exports_are_kept(project: Project, unproven: None) -> None:
-    project.train(
-        "max_steps=5",
-        "checkpoint_every_n_steps=1",
-        "keep_last_n_checkpoints=2",
-        "save_every_n_steps=1",
-        "keep_last_n_exports=3",
-    )
-    names = {kind: sorted(path.name for path in (project.run / kind).iterdir()) for kind in ("checkpoints", "exports")}
-    assert names["checkpoints"] == ["step-00000004", "step-00000005"]
-    assert names["exports"] == ["step-00000003", "step-00000004", "step-00000005"]
-
-
-def test_epochs_end_a_run(project: Project, unproven: None) -> None:
+def test_epochs_end_a_run_and_only_the_newest_checkpoints_are_kept(project: Project, unproven: None) -> None:
     text = project.train_toml.read_text().replace("max_steps = 4\n", "epochs = 1\n")
     project.train_toml.write_text(text)
-    done = project.train("checkpoint_every_n_steps=100", "save_every_n_epochs=1")
+    done = project.train("checkpoint_every_n_steps=4", "keep_last_n_checkpoints=2", "save_every_n_epochs=1")
     assert (done.step, done.samples) == (11, 44)
+    kept = sorted(path.name for path in (project.run / "checkpoints").iterdir())
+    assert kept == ["step-00000008", "step-00000011"]

@@ -142,15 +142,10 @@ def sessions(run: Project) -> list[Session]:
     return [session(run) for session in (save_then_sigterm, workers_then_ctrl_c, save_quit, sigint)]
 
 
-# --- signals -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("number", "name"), [(0, "SIGTERM"), (1, "SIGINT"), (3, "SIGINT")], ids=["SIGTERM", "Ctrl-C", "SIGINT"]
 )
-def test_a_signal_stops_the_run_with_a_saved_step(
-    run: Project, sessions: list[Session], number: int, name: str
-) -> None:
+def test_a_signal_saves_and_stops_the_run(run: Project, sessions: list[Session], number: int, name: str) -> None:
     session = sessions[number]
     assert session.code == RESUMABLE == 75, session.output
     last = session.steps[-1]
@@ -199,9 +194,6 @@ def test_a_killed_worker_stops_the_run_with_one_line(project: Project, monkeypat
     assert line == f"error: {reason} (step {saved} is saved: {hint})"
 
 
-# --- files and the clock -----------------------------------------------------------------------
-
-
 def test_checkpoints_are_written_by_files_and_by_time(sessions: list[Session]) -> None:
     session = sessions[0]
     assert session.observed["file_is_gone"]
@@ -218,9 +210,6 @@ def test_checkpoints_are_written_by_files_and_by_time(sessions: list[Session]) -
     *by_clock, by_signal = (event["step"] for event in sessions[1].of("checkpoint"))
     assert len(by_clock) >= 2
     assert all(before < after for before, after in pairwise([*by_clock, by_signal]))
-
-
-# --- one folder --------------------------------------------------------------------------------
 
 
 def test_a_second_process_is_rejected_with_one_line(run: Project, sessions: list[Session]) -> None:

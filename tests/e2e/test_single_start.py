@@ -20,9 +20,7 @@ def single(tmp_path: Path) -> Path:
     return write_single_file(DEMO, tmp_path / "model.safetensors", vae=False).path
 
 
-def test_a_single_file_gives_the_same_start_as_its_folder(
-    project: Project, single: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_single_file_starts_as_its_folder(project: Project, single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
     use_adapter(project, "rank = 2")
     toml = project.train_toml.read_text()

@@ -128,9 +128,7 @@ def write_images(root: Path, count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(MANY, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
-def test_find_the_bad_captions_fix_them_and_continue(
-    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
-) -> None:
+def test_find_and_fix_captions(browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     write_images(tmp_path, count)
     fake = tmp_path / "python"
     fake.write_text('#!/bin/sh\necho "$3 ${5:-}"\nexit 0\n')

@@ -159,9 +159,7 @@ OUTPUT = "document.querySelector('#matrix output').textContent"
 SOURCES = "JSON.stringify([...document.querySelectorAll('#matrix td img')].map(image => image.getAttribute('src')))"
 
 
-def test_the_matrix_of_samples_is_moved_by_keys_and_kept_in_the_address(
-    browser: Browser, server: str, runs: Path
-) -> None:
+def test_the_matrix_of_samples_moves_by_keys_and_keeps_its_address(browser: Browser, server: str, runs: Path) -> None:
     ids = [folder_id(path) for path in sorted(runs.glob("*")) if (path / "log.jsonl").exists()]
     browser.open_address(f"{server}/samples?{'&'.join(f'run={each}' for each in ids)}")
     assert browser.evaluate("document.querySelectorAll('#matrix th[dir]').length") == 4 + 2  # prompts, runs
@@ -218,9 +216,7 @@ def submit(browser: Browser, values: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("family", ["sd3", "flux", "sana"])
-def test_a_grid_of_two_axes_is_filled_and_drawn_again_from_its_png(
-    browser: Browser, tmp_path: Path, family: str
-) -> None:
+def test_a_grid_of_two_axes_is_drawn_again_from_its_png(browser: Browser, tmp_path: Path, family: str) -> None:
     model = DEMO if family == "sd3" else save_pipeline(family, tmp_path / "model")
     with served(tmp_path, [model], tmp_path / "state") as address:
         browser.open_address(f"{address}/playground")

@@ -9,12 +9,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from diffusers import (
-    AutoencoderKLWan,
-    FlowMatchEulerDiscreteScheduler,
-    WanPipeline,
-    WanTransformer3DModel,
-)
+from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
 
@@ -143,9 +138,6 @@ def stock(model: Path) -> Any:
     return WanPipeline.from_pretrained(model, dtype=dtype)
 
 
-# --- end to end ----------------------------------------------------------------------------------
-
-
 def test_unusable_clips_are_left_out(dataset: Any, processed: Path) -> None:
     reasons = {reject.key.split("/")[1][0]: reject.reason for reject in dataset.rejects}
     assert reasons == {"4": "too_short", "5": "broken_video"}
@@ -208,9 +200,6 @@ def test_the_family_has_the_loss_of_the_task(model: Path, dataset: Any) -> None:
         predicted = family.denoise(module.transformer, batch, 1.0)
     # moments are stored in float16 and text in bfloat16
     torch.testing.assert_close(flow_loss(predicted, velocity(latents, noise))[0], expected, rtol=2e-3, atol=0)
-
-
-# --- ComfyUI -------------------------------------------------------------------------------------
 
 
 def test_all_weights_under_comfyui_names() -> None:

@@ -107,15 +107,6 @@ def test_a_cache_has_buckets_with_frames(trained: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_builders_write_equal_bytes(trained: Path) -> None:
-    run(trained, "cache", "lora.toml", "--set", "cache_dir='two'", "--set", "caching_num_workers=1", by=TORCHRUN)
-    alone, together = (Manifest.load(trained / name) for name in ("lora_data.cache", "two"))
-    assert [(shard.file, shard.sha256) for shard in alone.shards] == [
-        (shard.file, shard.sha256) for shard in together.shards
-    ]
-
-
-@pytest.mark.slow
 def test_two_processes_train_like_one(trained: Path) -> None:
     settings = ("--set", "output_dir='both'", "--set", "micro_batch_size_per_gpu=1", "--trust-cache")
     run(trained, "train", "lora.toml", *KEYS, *settings, by=TORCHRUN)

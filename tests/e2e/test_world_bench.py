@@ -143,9 +143,7 @@ def test_a_table_is_filled_over_several_commands(bench: SimpleNamespace, monkeyp
 
 
 @pytest.mark.slow
-def test_a_trained_row_is_drawn_with_other_weights_and_shifts(
-    bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trained_row_is_drawn_with_other_weights(bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     ablate = bench.ablate
     row = ablate.read_table(BENCHMARKS / "ablations.toml").rows["averages"]
     assert {"raw", "short", "medium", "sampler-shift-1"} <= set(dict(row.draws))

@@ -87,7 +87,6 @@ def test_real_text_is_recorded_in_few_graphs(tmp_path: Path, fast: bool) -> None
             cut = some.with_values({"prompt": some["prompt"][:, : int(counts.max())]})
             steps.append(engine.train_step([replace(cut, host={"prompt.length": counts})], 1e-4).read().losses["loss"])
         losses.append(steps)
-    assert engine.graphs is not None
     assert 1 <= engine.graphs.count <= 4
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)
 
@@ -138,10 +137,7 @@ def test_evaluation_and_a_resumed_run_agree_too(make: Make) -> None:
         shadow.copy_(plain_averages.tracks["ema"].shadow[name])
     for first, last in ((4, 7), (7, 10)):
         assert train(graphed, graphed_averages, first, last) == train(plain, plain_averages, first, last)
-        with (
-            plain_averages.in_place_of("ema", plain.weights),
-            graphed_averages.in_place_of("ema", graphed.weights),
-        ):
+        with plain_averages.in_place_of("ema", plain.weights), graphed_averages.in_place_of("ema", graphed.weights):
             held_out = batch(99, SIDES[0])
             assert torch.equal(graphed.evaluate(held_out), plain.evaluate(held_out))
     assert differences(state(graphed, graphed_averages), state(plain, plain_averages)) == []
@@ -185,7 +181,6 @@ def test_a_step_that_waits_for_the_device_is_not_recorded(
 
     monkeypatch.setattr(SD3TrainingModule, "total", waits)
     assert train(graphed, averages_of(graphed), 0, 4) == train(plain, averages_of(plain), 0, 4)
-    assert graphed.graphs is not None
     assert graphed.graphs.count == 0
     assert "CUDA graphs: recording failed" in capsys.readouterr().err
     assert torch.cuda.current_stream() == torch.cuda.default_stream()

@@ -86,12 +86,7 @@ def test_two_processes_train_like_one_in_the_estimated_memory(fast: bool) -> Non
     for rank in ranks:
         assert rank["losses"] == pytest.approx(alone["losses"], rel=2e-3)
     setup = TrainingSetup(
-        SD3Cost(SIZES[SIZE]),
-        Tokens(image_tokens(PIXELS, PIXELS), TEXT),
-        BATCH,
-        fast=fast,
-        world=2,
-        parallel="fsdp2",
+        SD3Cost(SIZES[SIZE]), Tokens(image_tokens(PIXELS, PIXELS), TEXT), BATCH, fast=fast, world=2, parallel="fsdp2"
     )
     estimated = gpu_memory(setup)
     expected = estimated.total - estimated.context.value

@@ -97,16 +97,12 @@ def test_released_gradients_hold_no_memory(tmp_path: Path) -> None:
     assert peaks[True] < peaks[False]
 
 
-# --- blocks in host memory ---------------------------------------------------------------------
-
-
 @pytest.fixture
 def slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every copy begin late: what does not wait for it computes something else."""
     copy = HostRing._copy
 
     def late(ring: HostRing, target: Tensor, source: Tensor, to_host: bool) -> None:
-        assert ring._streams is not None
         with torch.cuda.stream(ring._streams.to_host if to_host else ring._streams.to_device):
             torch.cuda._sleep(2_000_000)
         copy(ring, target, source, to_host)

@@ -26,9 +26,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_kernels_pass_and_the_verdict_is_remembered(
-    shape: KernelShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_pass_and_are_remembered(shape: KernelShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert kernel_problem(shape, CUDA) is None
     started = time.perf_counter()
@@ -44,9 +42,7 @@ def test_a_kernel_beyond_the_shared_memory_is_named(monkeypatch: pytest.MonkeyPa
     assert "the kernel residual_norm_backward does not fit in the shared memory of this GPU: it needs " in problem
 
 
-def test_a_kernel_that_does_not_compile_or_differs_is_named_and_the_fallback_compiles(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_broken_kernels_are_named_and_the_fallback_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(kernels.TUNING, "copy", {"R": 3, "num_warps": 4})  # not a power of two
     assert "does not compile or run on this GPU" in str(check_kernels(KernelShape(2, 64, "bfloat16"), CUDA, kernels))
     real = kernels.scatter_rows
