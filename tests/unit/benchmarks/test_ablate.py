@@ -171,7 +171,7 @@ def test_a_row_that_fails_does_not_stop_the_others(bench: SimpleNamespace, monke
 
 
 @pytest.mark.parametrize("left", [-1.0, 60.0])
-def test_a_row_cut_by_the_deadline_is_lost(
+def test_a_row_that_the_deadline_cuts_is_not_kept(
     bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, left: float
 ) -> None:
     calls: list[float | None] = []
@@ -245,7 +245,7 @@ def test_gains_are_what_the_base_needs_for_the_same_score(bench: SimpleNamespace
     assert "fast" not in bench.gain_table(entries, bench.table, ["sl*"], 0.9)
 
 
-def test_gains_printed(
+def test_gains_are_printed_without_training(
     bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = bench.folder / "kept.jsonl"

@@ -41,7 +41,7 @@ def test_differences_of_seeds_have_their_errors(scripts: SimpleNamespace) -> Non
         (0.9, None, 2, "undecided"),
     ],
 )
-def test_a_verdict_needs_two(
+def test_a_verdict_needs_two_errors_and_two_seeds(
     scripts: SimpleNamespace, mean: float, error: float | None, seeds: int, verdict: str
 ) -> None:
     assert scripts.paired.Difference(mean, error, seeds).verdict == verdict

@@ -80,9 +80,6 @@ def test_a_command_that_is_cut_off_has_its_results_packed(scripts: SimpleNamespa
     assert sizes == {"1/rows.jsonl": 3, "1/large.json": 0}
 
 
-# --- the shipped list ---------------------------------------------------------------------------
-
-
 class Parsed(Exception):
     """The arguments of a script are valid."""
 
@@ -108,7 +105,7 @@ def parsed(script: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> Na
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=[entry["run"][:60] for entry in ENTRIES])
-def test_shipped_commands_parse(
+def test_the_shipped_commands_parse(
     entry: dict[str, Any], scripts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scripts.run_list.Entry(1, folder=ROOT, **entry)

@@ -132,7 +132,7 @@ def test_a_set_without_twins_and_with_groups_on_one_side(
     assert f"{COUNT + 7} drawings, {COUNT + 4} with a telling title, {COUNT + 2} that differ" in capsys.readouterr().out
 
 
-def test_other_packages_are_refused(
+def test_another_package_is_refused(
     clipart: Any, package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (package / clipart.FILE).write_bytes(b"!<arch>\n")

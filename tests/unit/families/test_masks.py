@@ -49,9 +49,6 @@ def batch_of(tiny: Tiny, folder: Path, masked: bool) -> Batch:
     return preparer.prepare_inputs(rows, 0.3)
 
 
-# --- the loss ------------------------------------------------------------------------------------
-
-
 def test_the_loss_is_averaged_over_the_mask(tiny: Tiny, tmp_path: Path) -> None:
     plain = batch_of(tiny, tmp_path / "plain", masked=False)
     masked = batch_of(tiny, tmp_path / "masked", masked=True)
@@ -97,9 +94,6 @@ def test_white_areas_have_a_weight_of_exactly_one() -> None:
         weights = inside_and_outside(torch.tensor([0.0, 1.0]), weight)
         assert weights.tolist() == pytest.approx([weight, 1.0], rel=1e-6)
         assert weights[1] == 1
-
-
-# --- the cache -----------------------------------------------------------------------------------
 
 
 def write_masks(project: Project, first: int = 0) -> None:
@@ -174,9 +168,6 @@ def test_masks_of_another_factor_are_not_copied(tmp_path: Path) -> None:
     report = caches.build(project)
     assert caches.counted(report) == (caches.COUNT, 0)
     assert {np.shape(mask) for mask in stored_masks(project).values()} == {(2, 2)}
-
-
-# --- training ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tables", ["", LORA], ids=["full", "lora"])

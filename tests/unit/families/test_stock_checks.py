@@ -200,7 +200,7 @@ def test_missing_folders(tmp_path: Path, tiny_folder: TinyFolder, faults: Faults
 
 @pytest.mark.parametrize("keys", ["", "[adapter]\nrank = 2"])
 @pytest.mark.parametrize("name", ["flux", "krea2", "wan", "z_image"])
-def test_a_denoiser_without_pipeline(
+def test_a_denoiser_without_its_pipeline_is_one_fault(
     tmp_path: Path, tiny_folder: TinyFolder, faults: Faults, name: str, keys: str
 ) -> None:
     folder = Path(shutil.copytree(tiny_folder(name), tmp_path / name))
@@ -215,7 +215,7 @@ def test_a_denoiser_without_pipeline(
         assert len(faults(model, "", f'type = "{name}"\n{keys}')) == 1
 
 
-def test_keys_of_others_and_numbers_that_do_not_fit_are_refused(
+def test_keys_of_other_families_and_numbers_that_do_not_fit_are_refused(
     flux: Path, faults: Faults, raw_project: Project
 ) -> None:
     keys = 't5_max_length = 12\ntext_tokens = "real"\nuncond_text = "zero"\ntext_recon_gamma = 0.5\nqk_norm = true'
@@ -290,7 +290,7 @@ def test_single_files_are_refused_with_the_remedy(tmp_path: Path, flux: Path, fa
     assert problem.startswith(f"{file}: Flux starts from a diffusers folder, not from a single file; remove model.init")
 
 
-def test_refused_models(
+def test_refused_models_are_named(
     tmp_path: Path, tiny_folder: TinyFolder, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cases = [
@@ -365,7 +365,7 @@ def test_a_hostile_folder_is_a_fault(flux: Path, faults: Faults) -> None:
 # --- clips ---------------------------------------------------------------------------------------
 
 
-def test_new_names_clips_and_single_files(
+def test_new_names_clips_and_single_files_in_place_of_images(
     tmp_path: Path, flux: Path, tiny_folder: TinyFolder, raw_project: Project
 ) -> None:
     clips = tmp_path / "clips"

@@ -89,7 +89,7 @@ def trained(denoiser: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("adapter", LOADS, indirect=True)
-def test_a_lora_changes_stock_images_as_ours(
+def test_a_lora_changes_the_stock_pipelines_image_as_ours(
     adapter: tuple[StockFamily, Path, AdapterConfig, Any], tmp_path: Path
 ) -> None:
     family, folder, config, denoiser = adapter
@@ -172,7 +172,7 @@ def test_a_lycoris_adapter_of_wan_is_proven_by_own_names(kind: str, folders: dic
 @pytest.mark.parametrize(
     "adapter", [pytest.param(name, marks=pytest.mark.slow if name != "wan" else ()) for name in LOADS], indirect=True
 )
-def test_loras_on_bf16(
+def test_a_lora_on_a_base_in_bf16_is_proven(
     adapter: tuple[StockFamily, Path, AdapterConfig, Any], half_folder: Path, tmp_path: Path
 ) -> None:
     assert_proven(adapter, half_folder, tmp_path / "out")

@@ -92,7 +92,7 @@ def test_the_folders_own_shift_keeps_its_file(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_a_shift_that_pipelines_do_not_compute_is_refused(
+def test_a_shift_by_resolution_that_the_pipeline_does_not_compute_is_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sd3_light.families.stock.checks.find_spec", lambda _: True)  # ftfy

@@ -186,7 +186,7 @@ def test_hosted_blocks_train_alike(project: Project, keys: tuple[str, ...], monk
 @pytest.mark.parametrize(
     "keys", [RELEASE, (*NARROW, 'optimizer.type="adamw8bit"', "activation_checkpointing=true")], ids=["float32", "8bit"]
 )
-def test_trained_hosted_blocks_are_alike(
+def test_trained_blocks_in_host_memory_train_alike(
     project: Project, keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Losses, norms, weights, moments, averages, evaluation and exports, resumed with other blocks in host memory."""

@@ -113,9 +113,6 @@ def test_other_families_say_why_not(name: str, tiny_folder: TinyFolder) -> None:
     assert reason == "captions are not padded, as the mask that they would need slows attention down"
 
 
-# --- the attention of GPUs, here on a CPU ----------------------------------------------------------
-
-
 @pytest.mark.parametrize(("name", "processor"), [("qwen_image", QwenAttention), ("z_image", ZImageAttention)])
 @pytest.mark.parametrize("lengths", [[7], [40], [3, 11], [20, 50]])
 def test_attention_is_that_of_the_stock_processor(

@@ -75,7 +75,7 @@ def drawn(family: StockFamily, pipe: Any, model: ModelConfig, size: tuple[int, .
 
 @pytest.mark.parametrize("frames", [1, 5])
 @pytest.mark.parametrize("guidance", [1.0, 5.0])
-def test_clips_are_of_stock(
+def test_clips_are_those_of_the_stock_pipeline(
     family: StockFamily, folder: Path, model: ModelConfig, frames: int, guidance: float
 ) -> None:
     pipe = opened(folder)

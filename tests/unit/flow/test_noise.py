@@ -45,9 +45,6 @@ def test_a_shape_and_a_batch_change_nothing() -> None:
     assert torch.equal(device.normals("noise", OCCURRENCES.flip(0), shape), whole.flip(0))
 
 
-# --- the kernel, on a CPU emulation of Triton --------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[ModuleType]:
     emulation = load_module("small_triton", Path(__file__).parents[1] / "families/sd3/fast/small_triton.py")

@@ -122,9 +122,6 @@ def test_text_reconstruction_equals_a_plain_loop(lengths: list[int] | None) -> N
         assert float(losses[b]) == pytest.approx(sum(squares) / len(squares), rel=1e-5)
 
 
-# --- alignment of two blocks (LayerSync) -----------------------------------------------------------
-
-
 def test_alignment_equals_a_plain_loop_and_its_derivative() -> None:
     generator = torch.Generator().manual_seed(5)
     early, late = (torch.randn(2, 3, 4, generator=generator, dtype=torch.float64) for _ in range(2))

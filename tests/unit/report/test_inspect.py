@@ -283,7 +283,7 @@ def test_a_damaged_shard_is_noted_and_the_others_are_shown(tmp_path: Path, copy_
     assert all("80x48.safetensors" in note for note in content.notes)
 
 
-def test_a_changed_source_is_not_the_original(
+def test_a_changed_source_is_not_shown_as_the_original(
     tmp_path: Path, built: SmallCache, copy_cache: Callable[..., Path]
 ) -> None:
     shutil.copytree(built.sources, tmp_path / "moved")

@@ -19,9 +19,6 @@ def entry(number: int, count: int, bucket: str = "64x64") -> ShardEntry:
     return ShardEntry(f"{number:05d}.safetensors", bucket, (64, 64), "a#0", count, 0, "", "")
 
 
-# --- lengths ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "count"),
     [
@@ -78,9 +75,6 @@ def test_bins_hold_every_caption_once(lengths: dict[int, int]) -> None:
     assert all(left.high + 1 == right.low for left, right in pairwise(bins))
 
 
-# --- drawing ---------------------------------------------------------------------------------------
-
-
 def test_samples_are_drawn_in_proportion_and_without_a_list() -> None:
     refs = draw_samples([entry(0, 100), entry(1, 900)], 500, seed=3)
     assert len({(ref.entry.file, ref.row) for ref in refs}) == 500
@@ -99,9 +93,6 @@ def test_samples_are_drawn_in_proportion_and_without_a_list() -> None:
     assert len(refs) == 48
     assert len({ref.entry.file for ref in refs}) > 40
     assert peak < 8_000_000  # one int64 per sample would be 80 MB
-
-
-# --- rejects ---------------------------------------------------------------------------------------
 
 
 def test_all_rejects_are_counted_and_every_reason_is_shown(tmp_path: Path) -> None:

@@ -53,9 +53,6 @@ def loss_of(folder: Path) -> list[tuple[float, float]]:
     return stage.run(folder).steps["loss"].points
 
 
-# --- repeated steps and evaluations -----------------------------------------------------------
-
-
 def test_steps_that_a_resumed_run_repeats_count_once_as_last_logged(write: Write) -> None:
     folder = write(
         [
@@ -114,9 +111,6 @@ def test_evaluations_are_separate_by_set_and_weights(write: Write) -> None:
     assert list(evals) == keys
     assert evals["held", "ema"]["flow@0.1"].points == [(0, 0.25), (10, 0.25)]
     assert evals["held", "ema"]["flow@0.9"].points == []
-
-
-# --- thinning ---------------------------------------------------------------------------------
 
 
 def test_spikes_means_and_nonfinite_values_survive_thinning() -> None:
@@ -195,9 +189,6 @@ def test_half_a_million_steps_take_seconds_and_little_memory(tmp_path: Path) -> 
     assert cpu_seconds < 10
     assert kilobytes < 50 * 1024
     assert (tmp_path / "page.html").stat().st_size < 2_000_000
-
-
-# --- tables and pages of unusual logs ----------------------------------------------------------
 
 
 def test_the_table_shows_status_losses_and_speed(write: Write) -> None:

@@ -108,7 +108,7 @@ def truncate(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
-def test_broken_images_are_left_out(
+def test_images_that_cannot_be_decoded_are_left_out_with_the_reason(
     folder: Path, tmp_path: Path, workers: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = ImageFolder(folder, **KEYS)

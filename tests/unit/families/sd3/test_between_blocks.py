@@ -144,9 +144,6 @@ def test_checkpointing_changes_no_gradient(checkpointing: Any) -> None:
     assert all(torch.equal(plain[name], checked[name]) for name in plain)  # type: ignore[arg-type]
 
 
-# --- position crops ------------------------------------------------------------------------------
-
-
 def test_crops_equal_a_plain_loop_and_the_centre_is_that_of_stock() -> None:
     embed, noisy = model().pos_embed, features()[0]
     corners = torch.tensor([[3, 0], [14, 9]], dtype=torch.int32)

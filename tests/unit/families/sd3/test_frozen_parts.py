@@ -53,9 +53,6 @@ def pixels() -> np.ndarray[Any, Any]:
     return np.stack([np.asarray(draw_image(1 + 4 * index, seed=0)[0]) for index in range(7)])
 
 
-# --- captions ------------------------------------------------------------------------------------
-
-
 def test_text_tensors_have_the_names_dtypes_and_shapes_of_a_shard(real: FrozenParts) -> None:
     encoded = real.encode_captions(CAPTIONS)
     real.synchronize()
@@ -129,11 +126,8 @@ def test_a_tokenizer_is_never_used_by_two_threads(demo_parts: Path, monkeypatch:
     assert locked == [True] * 3
 
 
-# --- images --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("flip", [False, True])
-def test_images_are_encoded_to_moments_per_variant(
+def test_images_are_encoded_to_the_moments_of_each_variant(
     real: FrozenParts, demo_parts: Path, pixels: Any, flip: bool
 ) -> None:
     encoded = real.encode_images(pixels, flip)["moments"]
@@ -165,9 +159,6 @@ def test_image_batches_depend_on_the_area(real: FrozenParts, pixels: Any, monkey
     assert torch.allclose(whole.float(), parts.float(), atol=2e-3, rtol=2e-3)
 
 
-# --- residence -----------------------------------------------------------------------------------
-
-
 def test_encoders_are_loaded_on_first_use(demo_parts: Path, tmp_path: Path, pixels: Any) -> None:
     """A folder with only a VAE can encode images, and its channels are known without loading weights."""
     with make(demo_parts, one_at_a_time=True) as parts:
@@ -189,7 +180,7 @@ def test_encoders_are_loaded_on_first_use(demo_parts: Path, tmp_path: Path, pixe
 
 
 @pytest.mark.parametrize(("free", "one_at_a_time"), [(None, False), (6 << 30, False), (4 << 30, True)])
-def test_free_memory_decides_residence(
+def test_free_memory_decides_between_all_and_one_at_a_time(
     demo_parts: Path, monkeypatch: Any, free: int | None, one_at_a_time: bool
 ) -> None:
     monkeypatch.setattr(image_encoders, "free_memory", lambda device: free)

@@ -102,8 +102,6 @@ def test_inputs_and_dtype_do_not_change() -> None:
     assert not drop_text(features, [(False, False, True)], None)["t5"][0].any()
 
 
-# --- real tokens -------------------------------------------------------------------------------
-
 REAL = (4, 3, 5)
 
 

@@ -135,11 +135,6 @@ def test_activation_checkpointing_reaches_the_blocks_and_changes_no_gradient(con
     assert all(torch.equal(plain[name], checked[name]) for name in plain)
 
 
-# --- each sample, sampling, evaluation -----------------------------------------------------------
-
-
-# --- real text tokens ----------------------------------------------------------------------------
-
 REAL: dict[str, Any] = {"text_tokens": "real", "text_recon_gamma": 0.25, "text_recon_target_layer": 1}
 
 
@@ -189,7 +184,7 @@ def test_real_text_reconstruction_equals_a_plain_loop(config: Config) -> None:
 
 @pytest.mark.parametrize("keys", [{}, {"routing": {"share": 0.5, "first_block": 1, "last_block": 1}}])
 @pytest.mark.parametrize("fast", [False, True], ids=["stock", "fast"])
-def test_recordable_batches_have_one_shape_and_the_same_losses(
+def test_recordable_batches_of_any_lengths_have_one_shape_and_the_same_losses(
     config: Config, fast: bool, keys: dict[str, Any]
 ) -> None:
     shapes = set()
@@ -231,9 +226,6 @@ def test_an_engine_records_one_graph_for_real_text(config: Config, fast: bool) -
         runs.append([(step.losses["loss"], step.grad_norm) for step in steps])
     for plain, recorded in zip(*runs, strict=True):
         assert recorded == pytest.approx(plain, rel=1e-3)
-
-
-# --- LayerSync, routing, position crops ------------------------------------------------------------
 
 
 def blocks_of(model: SD3Transformer2DModel, batch: Batch, numbers: tuple[int, ...]) -> list[Tensor]:

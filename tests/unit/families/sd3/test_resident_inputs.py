@@ -71,7 +71,7 @@ DRAWS: dict[str, Any] = {"routing": {}, "position_crop_side": 7}
         (False, 20, DRAWS),
     ],
 )
-def test_gathered_as_from_shards(
+def test_gathered_inputs_are_those_of_the_shards(
     model: Model, data: CachedDataset, uncond: bool, batch: int, keys: dict[str, Any]
 ) -> None:
     """In every step of two epochs: all patterns of dropped text, masked and unmasked batches; weighted captions."""

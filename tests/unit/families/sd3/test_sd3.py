@@ -56,9 +56,6 @@ def text_of(prepared: Batch) -> tuple[Tensor, Tensor]:
     return prepared["prompt"], prepared["pooled"]
 
 
-# --- law 1 -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("quantile", [None, 0.3])
 def test_a_sample_is_the_same_alone_and_in_any_batch(model: Model, batch: MakeBatch, quantile: float | None) -> None:
     prepare = preparer(model, enable_uncond_text_dropout=True, empty=NEVER_ZERO).prepare_inputs
@@ -98,12 +95,9 @@ def test_seed_epoch_repeat_and_sample_change_the_draws(model: Model, batch: Make
     assert float((x0 - other_x0).abs().mean()) > 0.1, "the posterior's draw"
 
 
-# --- noise on a device -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("text", ["padded", "real"])
 @pytest.mark.parametrize("masked", [False, True])
-def test_noise_may_be_added_later(
+def test_noise_added_later_gives_the_same_inputs(
     model: Model, batch: MakeBatch, real_batch: MakeBatch, text: str, masked: bool
 ) -> None:
     keys: dict[str, Any] = {"text_tokens": text, "enable_uncond_text_dropout": True}
@@ -116,9 +110,6 @@ def test_noise_may_be_added_later(
     assert clean["words"].dtype == torch.int32
     expected, late = prepare.prepare_inputs(cached), prepare.noise_adder(torch.device("cpu"))(clean)
     assert all(same(row(late, at), row(expected, at)) for at in range(4))
-
-
-# --- the flow ----------------------------------------------------------------------------------
 
 
 def test_noisy_latents_and_target_follow_the_flow(model: Model, batch: MakeBatch) -> None:
@@ -173,9 +164,6 @@ def test_masks_become_fractions_and_times_may_be_uniform(model: Model, batch: Ma
     assert same(row(original.prepare_inputs(batch([4])), 0), row(copy.prepare_inputs(batch([4])), 0))
 
 
-# --- text --------------------------------------------------------------------------------------
-
-
 def test_text_is_joined_as_in_sd3_and_dropped_only_if_enabled(model: Model, batch: MakeBatch) -> None:
     cached = batch([1, 2])
     prompt, pooled = text_of(preparer(model).prepare_inputs(cached))
@@ -212,9 +200,6 @@ def test_dropout_follows_each_samples_draw(
             if all(drop) and uncond is not None:
                 expected = uncond[name].bfloat16()
             assert torch.equal(part[at], expected), (drop, name)
-
-
-# --- real tokens -------------------------------------------------------------------------------
 
 
 def real_row(prepared: Batch, at: int) -> list[Tensor]:
@@ -287,9 +272,6 @@ def test_split_batches_are_cut_to_their_longest_real_sample(model: Model, real_b
         assert all(same(real_row(part, at), real_row(prepared, number * size + at)) for at in range(size))
 
 
-# --- evaluation --------------------------------------------------------------------------------
-
-
 def test_evaluation_is_the_same_in_every_epoch(model: Model, batch: MakeBatch) -> None:
     prepare = preparer(model, enable_uncond_text_dropout=True).prepare_inputs
     first, later = prepare(batch([1, 2]), 0.4), prepare(batch([1, 2], epoch=7, repeats=[3, 4]), 0.4)
@@ -304,9 +286,6 @@ def test_evaluation_is_the_same_in_every_epoch(model: Model, batch: MakeBatch) -
     assert set(prepared.values) == {"noisy", "t", "prompt", "pooled", "target"}
 
 
-# --- (features, label), for training loops outside the package ---------------------------------
-
-
 @pytest.mark.parametrize("text", ["padded", "real"])
 def test_the_pipeline_has_features_and_label(model: Model, batch: MakeBatch, real_batch: MakeBatch, text: str) -> None:
     cached = (real_batch if text == "real" else batch)([1, 2, 3])
@@ -319,9 +298,6 @@ def test_the_pipeline_has_features_and_label(model: Model, batch: MakeBatch, rea
     assert torch.equal(times, 1000 * prepared["t"])
     assert same(rest, [*lengths, prepared["kept"], prepared["corners"]])
     assert mask is None
-
-
-# --- the pipeline ------------------------------------------------------------------------------
 
 
 def test_pretraining_starts_from_the_seed(model: Model, folder: Any) -> None:
@@ -344,8 +320,6 @@ def test_the_pipeline_reads_scale_and_text_policy(model: Model, batch: MakeBatch
     assert bool((prompt[:, 7:] == 9).all()) == has_text
     assert bool(prompt.any()) == has_text
 
-
-# --- draws per image -------------------------------------------------------------------------------
 
 DRAWS: dict[str, Any] = {"routing": {"share": 0.5}, "position_crop_side": 8}
 

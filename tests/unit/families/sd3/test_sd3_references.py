@@ -64,9 +64,6 @@ def project(fresh_project: Project) -> Project:
     return fresh_project
 
 
-# --- the velocity --------------------------------------------------------------------------------
-
-
 def seen(batch: Batch, count: int) -> Batch:
     """Return the batch with references."""
     generator = torch.Generator().manual_seed(5)
@@ -171,9 +168,6 @@ def test_the_cost_counts_the_tokens_of_references(project: Project) -> None:
     assert saved[0] > 1.2 * saved[1]
 
 
-# --- faults --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("key", "message"),
     [
@@ -200,9 +194,6 @@ def test_an_image_needs_all_references_or_none(project: Project) -> None:
     assert [truth.references for truth in truths] == [(before / truth.path.name,) for truth in truths]
     table = MetricsConfig.model_construct(steps=3, guidance=1.0)
     assert [request.references for request in caption_requests(table, truths)] == [each.references for each in truths]
-
-
-# --- training and export -------------------------------------------------------------------------
 
 
 def run(project: Project, name: str, *keys: str, resume: Resume | None = None) -> dict[str, Tensor]:

@@ -106,7 +106,7 @@ SHAPE = {"train_type": "sd3_light_pretrain", "shape": {"num_layers": 3, "num_hea
         ('{"num_layers": 3}', {}, "lacks 'num_attention_heads'"),
     ],
 )
-def test_damaged_configs_are_user_errors(
+def test_missing_and_damaged_configs_are_user_errors(
     tmp_path: Path, config: str | None, keys: dict[str, Any], message: str
 ) -> None:
     if config is not None:

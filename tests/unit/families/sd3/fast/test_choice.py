@@ -103,7 +103,7 @@ PRICE = "; the first steps take longer, while they compile"
 BROKEN = "the kernel join differs from its reference by 0.4, more than 0.02"
 
 
-def test_broken_kernels_compile(
+def test_a_broken_kernel_means_compiled_stock_blocks(
     gpu: dict[str, str | None], transformer: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert choose(train_config(), transformer, CUDA) == FAST
