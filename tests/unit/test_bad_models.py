@@ -1,4 +1,4 @@
-"""Invalid models, LoRAs and output paths: one line names the problem, and nothing remains."""
+"""Invalid models, LoRAs, output paths and frozen weights: one line names the problem, and nothing remains."""
 
 import json
 import os
@@ -22,6 +22,7 @@ from sd3_light.cli import app
 from sd3_light.config import SIZES
 from sd3_light.config.faults import UserError
 from sd3_light.export.lora_file import write_lora
+from sd3_light.export.trainable import freeze
 from sd3_light.model.lora_layers import LoraModule
 
 WEIGHTS = Path("transformer", "diffusion_pytorch_model.safetensors")
@@ -148,20 +149,30 @@ def test_an_incomplete_denoiser_is_named(kind: str, model: Path, bad: Path, lora
         ("tokenizer/tokenizer.json", "{", "tokenizer.json is not valid JSON"),
     ],
 )
-def test_a_damaged_part_is_reported_with_its_folder(
-    file: str, text: str, expected: str, bad: Path, empty: Path
-) -> None:
+def test_a_damaged_part_is_named_with_its_folder(file: str, text: str, expected: str, bad: Path, empty: Path) -> None:
     (bad / file).write_text(text)
     message = refused("sample", bad, "a prompt", "--out", empty / "images", "--steps", 1)
     assert expected in message
     assert str(bad) in message
 
 
-def test_a_base_that_lacks_a_part_makes_no_folder(model: Path, bad: Path, empty: Path, tmp_path: Path) -> None:
+def test_a_base_that_lacks_a_part_and_a_full_disk_leave_nothing(
+    model: Path, bad: Path, empty: Path, tmp_path: Path, lora: Path, request: pytest.FixtureRequest
+) -> None:
     file = tmp_path / "m.safetensors"
     assert CliRunner().invoke(app, ["convert", str(model), str(file)]).exit_code == 0
     shutil.rmtree(bad / "tokenizer_2")
     assert "lacks tokenizer_2/" in refused("convert", file, empty / "back", "--base", bad)
+    large = write_lora(tmp_path / "l.safetensors", {Q: LoraModule(torch.ones(9, 128), torch.ones(128, 9))})
+    request.getfixturevalue("small_files")
+    commands: dict[Path, list[object]] = {
+        empty / "m.safetensors": ["convert", model, empty / "m.safetensors"],
+        empty / "folder": ["convert", file, empty / "folder", "--base", model],
+        empty / "merged": ["lora", "merge", model, empty / "merged", lora],
+        empty / "l.safetensors": ["lora", "convert", large, empty / "l.safetensors"],
+    }
+    for out, command in commands.items():
+        assert refused(*command).startswith(f"cannot write {out}: File too large; free disk space")
 
 
 # --- single files ------------------------------------------------------------------------------
@@ -212,13 +223,19 @@ def test_an_unusable_lora_is_named_with_its_key(kind: str, lora: Path, empty: Pa
     assert refused("lora", "convert", file, empty / "new.safetensors").startswith(f"{file}: {expected}")
 
 
-def test_an_invalid_text_encoder_lora_is_refused_by_sample(
-    model: Path, lora: Path, empty: Path, tmp_path: Path
-) -> None:
+def test_an_invalid_text_encoder_lora_and_names_fail(model: Path, lora: Path, empty: Path, tmp_path: Path) -> None:
     key = "text_encoder.text_model.encoder.layers.0.self_attn.q_proj.lora_A.weight"
     save_file({**load_file(lora), key: torch.ones(2, 8)}, tmp_path / "bad.safetensors")
     arguments = ["--out", empty / "images", "--steps", 1, "--lora", tmp_path / "bad.safetensors"]
     assert "does not fit this model" in refused("sample", model, "a prompt", *arguments)
+    (tmp_path / "link.safetensors").symlink_to("nowhere")
+    assert "already exists" in refused("convert", model, tmp_path / "link.safetensors")
+    assert "Not a directory" in refused("lora", "merge", model, lora / "out", lora)
+    assert "ends in .safetensors" in refused("lora", "convert", lora, empty / "lora.pt")
+    assert "merging writes a folder" in refused("lora", "merge", model, empty / "m.safetensors", lora)
+    assert "is not a writable folder" in refused("sample", model, "a prompt", "--out", lora)
+    assert "is not UTF-8" in refused("sample", model, "a\udcff", "--out", empty / "images")
+    assert "finite" in refused("sample", model, "a prompt", "--guidance", "inf", "--out", empty / "images")
 
 
 # --- output paths ------------------------------------------------------------------------------
@@ -234,29 +251,9 @@ def small_files() -> Iterator[None]:
     signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_a_full_disk_is_reported_and_nothing_remains(
-    model: Path, lora: Path, empty: Path, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    file = tmp_path / "m.safetensors"
-    assert CliRunner().invoke(app, ["convert", str(model), str(file)]).exit_code == 0
-    large = write_lora(tmp_path / "l.safetensors", {Q: LoraModule(torch.ones(9, 128), torch.ones(128, 9))})
-    request.getfixturevalue("small_files")
-    commands: dict[Path, list[object]] = {
-        empty / "m.safetensors": ["convert", model, empty / "m.safetensors"],
-        empty / "folder": ["convert", file, empty / "folder", "--base", model],
-        empty / "merged": ["lora", "merge", model, empty / "merged", lora],
-        empty / "l.safetensors": ["lora", "convert", large, empty / "l.safetensors"],
-    }
-    for out, command in commands.items():
-        assert refused(*command).startswith(f"cannot write {out}: File too large; free disk space")
-
-
-def test_invalid_output_names(model: Path, lora: Path, empty: Path, tmp_path: Path) -> None:
-    (tmp_path / "link.safetensors").symlink_to("nowhere")
-    assert "already exists" in refused("convert", model, tmp_path / "link.safetensors")
-    assert "Not a directory" in refused("lora", "merge", model, lora / "out", lora)
-    assert "ends in .safetensors" in refused("lora", "convert", lora, empty / "lora.pt")
-    assert "merging writes a folder" in refused("lora", "merge", model, empty / "m.safetensors", lora)
-    assert "is not a writable folder" in refused("sample", model, "a prompt", "--out", lora)
-    assert "is not UTF-8" in refused("sample", model, "a\udcff", "--out", empty / "images")
-    assert "finite" in refused("sample", model, "a prompt", "--guidance", "inf", "--out", empty / "images")
+def test_freezing_everything_is_refused() -> None:
+    transformer: Any = torch.nn.Linear(2, 2)
+    freeze(transformer, ["bias"])
+    assert [p.requires_grad for p in transformer.parameters()] == [True, False]
+    with pytest.raises(UserError, match="leaves nothing to train"):
+        freeze(transformer, ["*"])

@@ -129,12 +129,20 @@ def error_line(result: Result) -> str:
 # --- help and version --------------------------------------------------------------------------
 
 
-def test_help_lists_every_verb(verb: Command) -> None:
+def test_help_lists_every_verb_and_flag(verb: Command, train_py: Command) -> None:
     result = verb("--help")
     assert result.code == 0
     assert all(re.search(rf"\b{name}\b", result.out) for name in VERBS)
     names = {command.name or command.callback.__name__ for command in cli.app.registered_commands}
     assert names == set(VERBS)
+    result = train_py("--help")
+    assert result.code == 0
+    for flag in FLAGS:
+        assert flag in result.out
+    assert verb("--version").out.strip() == __version__
+    result = train_py()
+    assert result.code == 2
+    assert "--config" in result.err
 
 
 @pytest.mark.parametrize("name", VERBS)
@@ -146,22 +154,11 @@ def test_every_verb_has_help(verb: Command, name: str) -> None:
     assert not re.search(r"--[a-z]+_", result.out), "every option is spelled with hyphens"
 
 
-def test_train_py_has_help_for_its_flags(train_py: Command) -> None:
-    result = train_py("--help")
-    assert result.code == 0
-    for flag in FLAGS:
-        assert flag in result.out
-
-
 @pytest.mark.parametrize("arguments", [(), ("lora",), ("cache",), ("sample",), ("lora", "convert")], ids=" ".join)
 def test_help_shows_switches_without_a_type(verb: Command, arguments: tuple[str, ...]) -> None:
     result = verb(*arguments, "--help")
     assert "bool" not in result.out.lower()
     assert re.search(r"--help +Show this", result.out)
-
-
-def test_the_version(verb: Command) -> None:
-    assert verb("--version").out.strip() == __version__
 
 
 def test_commands_start_without_warnings_of_libraries(
@@ -197,9 +194,7 @@ def test_no_command_warns_of_torchvision(raw_project: Project) -> None:
     ],
     ids=str,
 )
-def test_train_py_rejects_flags_of_diffusion_pipe_with_what_to_do_instead(
-    train_py: Command, arguments: tuple[str, ...], instead: str
-) -> None:
+def test_train_py_rejects_flags_of_diffusion_pipe(train_py: Command, arguments: tuple[str, ...], instead: str) -> None:
     result = train_py("--deepspeed", "--config", "train.toml", *arguments)
     assert result.code == 2
     line = error_line(result)
@@ -207,16 +202,13 @@ def test_train_py_rejects_flags_of_diffusion_pipe_with_what_to_do_instead(
     assert instead in line
 
 
-def test_a_missing_config_is_one_line_and_code_2(verb: Command, train_py: Command, tmp_path: Path) -> None:
+def test_config_faults_have_code_2(verb: Command, train_py: Command, tmp_path: Path, fresh_project: Project) -> None:
     path = tmp_path / "nowhere.toml"
     for result in (verb("train", path), verb("check", path), train_py("--config", path)):
         assert result.code == 2
         assert "Traceback" not in result.err
         assert str(path) in result.err
         assert result.err.startswith("error: 1 problem in the config")
-
-
-def test_all_faults_are_in_one_report(verb: Command, fresh_project: Project) -> None:
     text = fresh_project.train_toml.read_text()
     fresh_project.train_toml.write_text(text.replace("seed = 3", 'sead = 3\nlr_scheduler = "cosin"'))
     result = verb("check", fresh_project.train_toml)
@@ -243,11 +235,7 @@ def test_all_faults_are_in_one_report(verb: Command, fresh_project: Project) -> 
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
 def test_a_user_error_is_one_line_and_code_2(
-    verb: Command,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: tuple[str, ...],
-    message: str,
+    verb: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     result = verb(*arguments)
@@ -324,12 +312,8 @@ def suggested(result: Result) -> list[str]:
     return [line.strip() for line in lines[lines.index("next:") + 1 :]]
 
 
-def test_a_run_that_stopped_before_its_first_export_is_not_to_be_sampled(
-    verb: Command,
-    train_py: Command,
-    project: Project,
-    journey_calls: list[Any],
-    monkeypatch: pytest.MonkeyPatch,
+def test_commands_end_with_the_next_ones(
+    verb: Command, train_py: Command, project: Project, journey_calls: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with the file `save_quit`."""
     monkeypatch.chdir(project.folder)
@@ -340,16 +324,6 @@ def test_a_run_that_stopped_before_its_first_export_is_not_to_be_sampled(
     ):
         assert f"there is no export yet; continue with: {again}" in result.err.splitlines()
         assert suggested(result) == ["sd3-light report run --out run/report.html"]
-
-
-def test_commands_end_with_the_next_ones(
-    verb: Command,
-    train_py: Command,
-    project: Project,
-    journey_calls: list[Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(project.folder)
     (project.run / "exports" / "step-00000004").mkdir(parents=True)
     after_training = ["sd3-light sample run 'a prompt'", "sd3-light report run --out run/report.html"]
     assert suggested(verb("train", "train.toml")) == suggested(train_py("--config", "train.toml")) == after_training
@@ -365,14 +339,23 @@ def test_commands_end_with_the_next_ones(
     assert suggested(verb("cache", "train.toml", "--dry-run")) == ["sd3-light train train.toml"], "nothing is missing"
 
 
-def test_simple_mistakes_in_sample_are_reported_before_libraries_are_imported(
-    verb: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_in_sample_are_reported_early(verb: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sd3_light.cli.model_verbs.init_process", lambda: pytest.fail("imports take seconds"))
     (tmp_path / "train.toml").touch()
     assert "no prompt; pass one" in error_line(verb("sample", tmp_path))
     assert "does not exist; pass a run folder" in error_line(verb("sample", tmp_path / "nowhere", "a star"))
     assert "is a config; pass the folder of its run" in error_line(verb("sample", tmp_path / "train.toml", "a star"))
+    # its models know only the phrasing of their captions.
+    monkeypatch.setattr(journeys, "run_demo", lambda *_: None)
+    command = shlex.split(suggested(verb("demo", "--out", "d"))[0])
+    assert command[:3] == ["sd3-light", "sample", "d/continue"]
+    prompts = command[3:]
+    in_order = zip(prompts, LANGUAGES, strict=True)
+    assert [scene_captions(parse_caption(prompt))[language] for prompt, language in in_order] == prompts
+    guide = (Path(__file__).parents[2] / "docs" / "start" / "guide.md").read_text(encoding="utf-8")
+    suggested_there = re.findall(r'sample demo_run/continue "([^"]+)"', guide)
+    assert suggested_there
+    assert all(scene_captions(parse_caption(prompt))["en"] == prompt for prompt in suggested_there)
 
 
 @pytest.mark.parametrize("file", ["model_index.json", "pytorch_lora_weights.safetensors"])
@@ -391,9 +374,7 @@ def test_an_exported_model_can_be_converted_and_an_adapter_is_a_file(
     assert commands[1:] == (["sd3-light convert out out.safetensors"] if file == "model_index.json" else [])
 
 
-def test_only_models_with_a_single_file_are_converted(
-    verb: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_models_with_files_are_converted(verb: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sd3_light.export.verb.run", lambda run, out, *_: out)
     monkeypatch.setattr(lora, "merge", lambda model, loras, out, dtype: out)
@@ -410,20 +391,6 @@ def test_only_models_with_a_single_file_are_converted(
     line = error_line(verb("lora", "merge", "flux", "out.safetensors", "x.safetensors"))
     assert line == "error: out.safetensors: merging writes a folder; pass a folder name"
     assert "sd3-light convert" in error_line(verb("lora", "merge", "sd3", "out.safetensors", "x.safetensors"))
-
-
-def test_the_demo_suggests_prompts_of_its_world(verb: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its models know only the phrasing of their captions."""
-    monkeypatch.setattr(journeys, "run_demo", lambda *_: None)
-    command = shlex.split(suggested(verb("demo", "--out", "d"))[0])
-    assert command[:3] == ["sd3-light", "sample", "d/continue"]
-    prompts = command[3:]
-    in_order = zip(prompts, LANGUAGES, strict=True)
-    assert [scene_captions(parse_caption(prompt))[language] for prompt, language in in_order] == prompts
-    guide = (Path(__file__).parents[2] / "docs" / "start" / "guide.md").read_text(encoding="utf-8")
-    suggested_there = re.findall(r'sample demo_run/continue "([^"]+)"', guide)
-    assert suggested_there
-    assert all(scene_captions(parse_caption(prompt))["en"] == prompt for prompt in suggested_there)
 
 
 def test_sample_suggests_its_own_options(verb: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -447,9 +414,7 @@ def test_sample_suggests_its_own_options(verb: Command, monkeypatch: pytest.Monk
     assert "next:" not in verb("sample", "m", "--file", "p.csv").err, "a new seed would change nothing"
 
 
-def test_written_files_are_named(
-    verb: Command, project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_files_are_named(verb: Command, project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(against, "run", Mock(return_value=Mock(table=lambda: "scores")))
     result = verb("evaluate", "m", "--against", "d.toml", "--features", "f", "--page", "e.html", "--out", "e.json")
@@ -488,11 +453,7 @@ def test_written_files_are_named(
     ids=lambda value: " ".join(value) if value and isinstance(value[0], str) and value[0].startswith("--") else "",
 )
 def test_every_flag_of_train_py_is_passed_on(
-    train_py: Command,
-    raw_project: Project,
-    journey_calls: list[Any],
-    flags: tuple[str, ...],
-    expected: tuple[Any, ...],
+    train_py: Command, raw_project: Project, journey_calls: list[Any], flags: tuple[str, ...], expected: tuple[Any, ...]
 ) -> None:
     assert train_py("--config", raw_project.train_toml, *flags).code == 0
     ((name, loaded, launch, *rest),) = journey_calls
@@ -513,7 +474,7 @@ def test_every_flag_of_the_cache_verb_is_passed_on(
     assert options == CacheOptions(*[True] * 5)
 
 
-def test_the_parts_of_a_cache(verb: Command, raw_project: Project, journey_calls: list[Any]) -> None:
+def test_the_parts_of_a_cache_also_on_ray(verb: Command, raw_project: Project, journey_calls: list[Any]) -> None:
     result = verb("cache", raw_project.train_toml, "--part", "2/3")
     assert suggested(result) == [f"sd3-light cache {raw_project.train_toml} --finish"]
     assert verb("cache", raw_project.train_toml, "--finish").code == 0
@@ -521,9 +482,6 @@ def test_the_parts_of_a_cache(verb: Command, raw_project: Project, journey_calls
     for part in ("3/3", "1", "-1/3", "a/b"):
         assert "write I/N with I from 0 to N - 1" in error_line(verb("cache", raw_project.train_toml, f"--part={part}"))
     assert "come after all parts" in error_line(verb("cache", raw_project.train_toml, "--part=0/3", "--prune"))
-
-
-def test_the_cache_on_ray(verb: Command, raw_project: Project, journey_calls: list[Any]) -> None:
     config = raw_project.train_toml
     for options, expected in (
         (["--ray"], CacheOptions(ray="")),
@@ -540,9 +498,7 @@ def test_the_cache_on_ray(verb: Command, raw_project: Project, journey_calls: li
     assert "--ray-actors needs --ray" in error_line(verb("cache", config, "--ray-actors=2"))
 
 
-def test_keys_can_be_set_from_the_command_line(
-    train_py: Command, verb: Command, raw_project: Project, journey_calls: list[Any]
-) -> None:
+def test_keys_may_be_set(train_py: Command, verb: Command, raw_project: Project, journey_calls: list[Any]) -> None:
     overrides = ("--set", "max_steps=9", "--set", "model.shift=3.0")
     assert train_py("--config", raw_project.train_toml, *overrides).code == 0
     assert verb("train", raw_project.train_toml, *overrides).code == 0
@@ -559,19 +515,11 @@ def test_the_train_verb_resumes(verb: Command, raw_project: Project, journey_cal
 
 
 @pytest.mark.parametrize("flag", ["--reset_dataloader", "--reset_optimizer", "--reset_optimizer_params"])
-def test_a_reset_without_a_resume_is_rejected(
-    train_py: Command, raw_project: Project, journey_calls: list[Any], flag: str
-) -> None:
+def test_resets_need_a_resume(train_py: Command, raw_project: Project, journey_calls: list[Any], flag: str) -> None:
     result = train_py("--config", raw_project.train_toml, flag)
     assert result.code == 2
     assert "--reset-* flags need --resume or --resume-from" in error_line(result)
     assert journey_calls == []
-
-
-def test_a_config_is_required(train_py: Command) -> None:
-    result = train_py()
-    assert result.code == 2
-    assert "--config" in result.err
 
 
 # --- launchers ---------------------------------------------------------------------------------
@@ -584,9 +532,7 @@ def stale_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("stale_ranks")
-def test_stale_ranks_in_the_shell_are_ignored(
-    train_py: Command, verb: Command, raw_project: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stale_ranks(train_py: Command, verb: Command, raw_project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the launch nor the choice of the main process depends on them."""
     launches = []
     monkeypatch.setattr(
@@ -601,11 +547,7 @@ def test_stale_ranks_in_the_shell_are_ignored(
 @pytest.mark.usefixtures("stale_ranks")
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 def test_the_rank_of_a_launcher_is_used(
-    train_py: Command,
-    raw_project: Project,
-    monkeypatch: pytest.MonkeyPatch,
-    journey_calls: list[Any],
-    launcher: str,
+    train_py: Command, raw_project: Project, monkeypatch: pytest.MonkeyPatch, journey_calls: list[Any], launcher: str
 ) -> None:
     flags = ["--local_rank", "3"] if launcher == "deepspeed" else []
     if launcher == "torchrun":
@@ -618,34 +560,17 @@ def test_the_rank_of_a_launcher_is_used(
 # --- read-only verbs -----------------------------------------------------------------------------
 
 
-def test_check_prints_numbers_for_programs(verb: Command, raw_project: Project) -> None:
+def test_check_prints_numbers_and_cache_a_summary(verb: Command, raw_project: Project, project: Project) -> None:
     result = verb("check", raw_project.train_toml, "--json")
     assert result.code == 0, result.err
     numbers = json.loads(result.out)
     assert numbers["train"]["disk_bytes"] > 0
     assert numbers["does_not_fit"] == []
-
-
-def test_cache_prints_a_summary_of_the_cache(verb: Command, project: Project) -> None:
     result = verb("cache", project.train_toml)
     assert result.code == 0, result.err
     assert "40 of 40 images are up to date" in result.err
     assert "orphaned" not in result.err, "the table is for work to do"
     assert "64x64" in result.out
-
-
-def test_a_stopped_run_ignores_further_signals_while_it_exits() -> None:
-    """Also while the interpreter shuts down, which restores the default handlers of Python."""
-    script = (
-        "import atexit, os, signal\n"
-        "from sd3_light.cli.process import run_guarded\n"
-        "from sd3_light.config.faults import Stopped\n"
-        "def work(): raise Stopped('asked')\n"
-        "code = run_guarded(work)\n"
-        "os.kill(os.getpid(), signal.SIGTERM)\n"
-        "raise SystemExit(code)\n"
-    )
-    assert subprocess.run([sys.executable, "-c", script], check=False, capture_output=True).returncode == 75
 
 
 # --- defaults ------------------------------------------------------------------------------------
@@ -659,6 +584,17 @@ def test_guidance_has_one_default(verb: Command) -> None:
     assert {*of_demo, SamplingConfig().guidance} == {DEFAULT_GUIDANCE}
     for function in (generate, stream_images):
         assert signature(function).parameters["guidance"].default == DEFAULT_GUIDANCE
+    # also while the interpreter shuts down, which restores the default handlers of Python.
+    script = (
+        "import atexit, os, signal\n"
+        "from sd3_light.cli.process import run_guarded\n"
+        "from sd3_light.config.faults import Stopped\n"
+        "def work(): raise Stopped('asked')\n"
+        "code = run_guarded(work)\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "raise SystemExit(code)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False, capture_output=True).returncode == 75
 
 
 # --- models of other data -------------------------------------------------------------------------
@@ -693,30 +629,20 @@ def test_evaluate_scores_only_models_of_the_demo(
     assert scored == [model, model, DEMO]
 
 
-def test_evaluate_needs_eval_datasets_before_the_cache(
-    verb: Command, project: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(journeys.cache, "run", Mock(side_effect=AssertionError("encodes")))
-    result = verb("evaluate", DEMO, "--config", project.train_toml, "--set", "eval_datasets=[]")
-    assert "has no eval_datasets" in error_line(result)
-
-
-def test_check_knows_its_gpus(verb: Command, project: Project) -> None:
+def test_gpus_and_datasets_are_checked(verb: Command, project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("FOO", ""):
         result = verb("check", project.train_toml, "--gpu", name)
         assert re.search(r"unknown kind of GPU; .*H200, .*4090.*; --gpu-memory GIB alone", error_line(result))
     result = verb("check", project.train_toml, "--gpu", "NVIDIA H200")
     assert result.code == 0
     assert "torchrun" not in result.err
-
-
-def test_check_of_several_processes_ends_with_their_command(
-    verb: Command, project: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.chdir(project.folder)
     result = verb("check", "train.toml", "--processes", 2, "--gpu-memory", 80, "--set", "seed=3")
     command = "torchrun --nproc_per_node 2 -m sd3_light train train.toml --set seed=3"
     assert result.err.splitlines()[-1] == f"on all 2 GPUs: {command}"
+    monkeypatch.setattr(journeys.cache, "run", Mock(side_effect=AssertionError("encodes")))
+    result = verb("evaluate", DEMO, "--config", project.train_toml, "--set", "eval_datasets=[]")
+    assert "has no eval_datasets" in error_line(result)
 
 
 def test_check_fails_if_the_run_does_not_fit(verb: Command, project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -734,9 +660,7 @@ def test_check_fails_if_the_run_does_not_fit(verb: Command, project: Project, mo
     assert "micro-batch" in result.out
 
 
-def test_check_for_another_gpu_asks_for_its_memory_alone(
-    verb: Command, project: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_for_another_gpu_needs_memory(verb: Command, project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk and the memory of this machine decide nothing about a run elsewhere."""
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Mock(free=1))
     for options, verdict in (

@@ -81,9 +81,6 @@ def test_idle_threads_do_not_spin_for_long(raw_project: Project) -> None:
     """OpenMP reads the variables when torch is imported."""
     assert before_torch(ROOT / "sd3_light", "train", raw_project.train_toml) == OURS
     assert before_torch(ROOT / "train.py", "--config", raw_project.train_toml) == OURS
-
-
-def test_the_wait_policy_of_the_environment_is_kept(raw_project: Project) -> None:
     arguments = (ROOT / "sd3_light", "cache", raw_project.train_toml)
     set_by_user = before_torch(*arguments, OMP_WAIT_POLICY="active")
     assert set_by_user == "OMP_WAIT_POLICY=active GOMP_SPINCOUNT=None KMP_BLOCKTIME=None False"

@@ -99,9 +99,7 @@ LONG = "truncate -s 100M run/console.txt; (echo; echo 'error: the disk is full')
         ("echo 'continue with: COMMAND'; exit 75", Stopped, "pretrain was stopped"),
     ],
 )
-def test_an_end_that_the_block_does_not_notice_is_raised_after_it(
-    loaded: Any, script: Any, capsys: Any, body: str, kind: Any, message: str
-) -> None:
+def test_an_unnoticed_end_is_raised(loaded: Any, script: Any, capsys: Any, body: str, kind: Any, message: str) -> None:
     script(body)
     with pytest.raises(kind, match=message):
         finish_deaf(loaded)
@@ -109,9 +107,7 @@ def test_an_end_that_the_block_does_not_notice_is_raised_after_it(
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, Stopped])
-def test_an_interrupted_block_stops_training_and_says_how_to_continue(
-    loaded: Any, script: Any, capsys: Any, stop: type[BaseException]
-) -> None:
+def test_an_interrupted_block_stops_training(loaded: Any, script: Any, capsys: Any, stop: type[BaseException]) -> None:
     script(TRAINING)
     with pytest.raises(stop), train_beside(loaded, [], "pretrain"):
         raise_once_training(stop())

@@ -81,7 +81,7 @@ def test_a_log_is_reported_with_events_that_are_not_known(released: Path) -> Non
     assert [event["step"] for event in report.last.values() if event["event"] == "step"] == [2]
 
 
-def test_an_export_is_read_by_stock_diffusers_and_as_a_start(released: Path, tmp_path: Path) -> None:
+def test_an_export_and_a_single_file_are_read(released: Path, tmp_path: Path) -> None:
     folder = tmp_path / "export"
     shutil.copytree(released / "export", folder)
     for name in FROZEN:
@@ -91,9 +91,6 @@ def test_an_export_is_read_by_stock_diffusers_and_as_a_start(released: Path, tmp
     config = load_config(released / "train.toml", (f'model.init="{folder}"', 'output_dir="from_export"', "max_steps=1"))
     with quick_caching():
         assert cache_then_train(config, Launch()).step == 1
-
-
-def test_a_single_file_is_read(released: Path, tmp_path: Path) -> None:
     convert.run(released / "single.safetensors", tmp_path / "back", base=released / "model")
     transformer = SD3Transformer2DModel.from_pretrained(tmp_path / "back" / "transformer")
     assert output(transformer) == pytest.approx(expected(released)["export"], rel=1e-3, abs=1e-4)
@@ -105,9 +102,6 @@ def test_a_lora_file_is_read_by_stock_diffusers_and_by_us(released: Path) -> Non
     assert output(pipeline.transformer) == pytest.approx(expected(released)["lora"], rel=1e-3, abs=1e-4)
     lora = read_lora(released / "lora" / "pytorch_lora_weights.safetensors")
     assert (lora.facts["adapter"]["rank"], lora.facts["step"]) == (2, 2)
-
-
-def test_processed_data_are_read(released: Path) -> None:
     samples = ProcessedDataset(released / "processed")
     assert len(samples) == 3
     values = samples[2]

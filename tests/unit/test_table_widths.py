@@ -176,17 +176,14 @@ def test_the_table_of_an_evaluation_is_a_table_at_80_columns(
     assert all(len(line) <= 80 for line in lines)
 
 
-def test_tables_on_stderr_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_on_stderr_are_not_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     screen = io.StringIO()
     monkeypatch.setattr("sd3_light.runlog.console.console", Console(file=screen, width=20))
     monkeypatch.setattr("sd3_light.runlog.console._main_process", True)
     show(state())
     assert "1,234,567" in screen.getvalue()
     assert "98.765 GB" in " ".join(screen.getvalue().split())
-
-
-def test_the_table_of_families_is_not_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """It has words in place of numbers."""
+    # it has words in place of numbers.
     for width in (1000, *WIDTHS):
         monkeypatch.setenv("COLUMNS", str(width))
         families(as_json=False)

@@ -29,7 +29,7 @@ def file(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     return tmp_path / "file.safetensors"
 
 
-def test_files_of_the_library_are_read(file: Path) -> None:
+def test_files_of_the_library_are_read_and_written_ones_equal_them(file: Path) -> None:
     tensors, metadata = read_tensor_file(file)
     assert metadata == METADATA
     assert tensors.keys() == TENSORS.keys()
@@ -37,34 +37,9 @@ def test_files_of_the_library_are_read(file: Path) -> None:
         loaded = tensors[name].load()
         assert (loaded.dtype, loaded.shape) == (tensor.dtype, tensor.shape)
         assert loaded.contiguous().view(-1).view(torch.uint8).equal(tensor.reshape(-1).view(torch.uint8)), name
-
-
-def test_written_files_equal_the_librarys(file: Path) -> None:
-    tensors, _ = read_tensor_file(file)
     shuffled = dict(reversed(tensors.items()))
     write_tensor_file(file.with_name("copy"), shuffled, METADATA)
     assert file.with_name("copy").read_bytes() == save(TENSORS, METADATA)
-
-
-def test_rows_are_joined_sliced_and_swapped_without_loading(file: Path) -> None:
-    table = torch.arange(24.0).reshape(6, 4)
-    save_file({"top": table[:4].contiguous(), "bottom": table[4:].contiguous()}, file)
-    tensors, _ = read_tensor_file(file)
-    full = joined([tensors["top"], tensors["bottom"]])
-    assert full.load().equal(table)
-    assert [part.load().tolist() for part in full.split(3)] == [part.tolist() for part in table.chunk(3)]
-    assert full.rows(3, 5).load().equal(table[3:5]), "across the seam"
-    halves = joined(full.split(2)[::-1])
-    assert halves.load().equal(torch.cat([table[3:], table[:3]]))
-    assert joined(halves.split(2)[::-1]).reshaped((3, 8)).load().equal(table.reshape(3, 8))
-
-
-def test_zeros_and_in_memory_tensors_are_written(file: Path) -> None:
-    eye = torch.eye(3, dtype=torch.bfloat16)
-    write_tensor_file(file, {"zeros": zeros("F16", (2, 3)), "eye": stored(eye)}, METADATA)
-    tensors = load_file(file)
-    assert tensors["zeros"].equal(torch.zeros(2, 3, dtype=torch.float16))
-    assert tensors["eye"].equal(eye)
 
 
 def test_tensors_differ_by_a_bit_a_shape_or_a_dtype(file: Path) -> None:
@@ -75,6 +50,11 @@ def test_tensors_differ_by_a_bit_a_shape_or_a_dtype(file: Path) -> None:
     assert not same(stored(ones), stored(flipped))
     assert not same(stored(ones), stored(ones.reshape(10, 10)))
     assert not same(stored(ones), stored(ones.view(torch.int32)))
+    eye = torch.eye(3, dtype=torch.bfloat16)
+    write_tensor_file(file, {"zeros": zeros("F16", (2, 3)), "eye": stored(eye)}, METADATA)
+    tensors = load_file(file)
+    assert tensors["zeros"].equal(torch.zeros(2, 3, dtype=torch.float16))
+    assert tensors["eye"].equal(eye)
 
 
 def with_header(data: bytes, change) -> bytes:  # type: ignore[no-untyped-def]
@@ -126,11 +106,16 @@ def test_a_file_that_shrinks_after_opening_is_detected(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:200])
     with pytest.raises(ValueError, match="it is truncated"):
         tensors["a.F64"].load()
-
-
-def test_a_name_cannot_be_written_twice() -> None:
-    with pytest.raises(AssertionError, match="x is written twice"):
-        header_bytes([("x", "F32", (1,)), ("x", "F32", (1,))])
+    table = torch.arange(24.0).reshape(6, 4)
+    save_file({"top": table[:4].contiguous(), "bottom": table[4:].contiguous()}, file)
+    tensors, _ = read_tensor_file(file)
+    full = joined([tensors["top"], tensors["bottom"]])
+    assert full.load().equal(table)
+    assert [part.load().tolist() for part in full.split(3)] == [part.tolist() for part in table.chunk(3)]
+    assert full.rows(3, 5).load().equal(table[3:5]), "across the seam"
+    halves = joined(full.split(2)[::-1])
+    assert halves.load().equal(torch.cat([table[3:], table[:3]]))
+    assert joined(halves.split(2)[::-1]).reshaped((3, 8)).load().equal(table.reshape(3, 8))
 
 
 def test_values_start_at_a_multiple_of_eight() -> None:
@@ -138,6 +123,8 @@ def test_values_start_at_a_multiple_of_eight() -> None:
         header = header_bytes([("x" * length, "F32", (1,))])
         assert len(header) % 8 == 0
         assert json.loads(header[8:])["x" * length]["data_offsets"] == [0, 4]
+    with pytest.raises(AssertionError, match="x is written twice"):
+        header_bytes([("x", "F32", (1,)), ("x", "F32", (1,))])
 
 
 def test_a_file_is_rearranged_with_a_few_chunks_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,12 @@ def test_a_script_runs_with_the_libraries_and_without_this_package(script: Path,
     script.write_text(SHOW)
     assert sys.executable != REAL_PYTHON
     assert run(script, "a", "b", cwd=tmp_path).stdout == f"['a', 'b'] {tmp_path} True False\n"
+    script.write_text("import sys; sys.exit(int(sys.argv[1]))")
+    assert [run(script, code).returncode for code in (0, 2, 75)] == [0, 2, 75]
+    script.write_text("raise ValueError('wrong')")
+    done = run(script)
+    assert done.returncode == 1
+    assert done.stderr.endswith("ValueError: wrong\n")
 
 
 @pytest.mark.parametrize("options", [{"HF_HOME": "elsewhere"}, {"PYTHONHASHSEED": "1"}])
@@ -54,22 +60,12 @@ def test_variables_that_libraries_read_at_import_start_a_new_interpreter(script:
     assert "False False" in run("-c", SHOW).stdout
 
 
-def test_the_exit_code_and_the_traceback_arrive(script: Path) -> None:
-    script.write_text("import sys; sys.exit(int(sys.argv[1]))")
-    assert [run(script, code).returncode for code in (0, 2, 75)] == [0, 2, 75]
-    script.write_text("raise ValueError('wrong')")
-    done = run(script)
-    assert done.returncode == 1
-    assert done.stderr.endswith("ValueError: wrong\n")
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
 def test_signals_and_death_are_passed_on(script: Path, number: signal.Signals) -> None:
     script.write_text(
         f"import os, signal; signal.signal(signal.SIGINT, lambda *_: os._exit(9)); print(os.getpid())\n{WAIT}"
     )
     process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     pid = int(process.stdout.readline())
     process.stdout.readline()
     process.send_signal(number)
@@ -78,9 +74,7 @@ def test_signals_and_death_are_passed_on(script: Path, number: signal.Signals) -
 
 
 @pytest.mark.parametrize("python", [REAL_PYTHON, None])
-def test_the_working_directory_is_imported_from_as_by_the_interpreter(
-    script: Path, tmp_path: Path, python: str | None
-) -> None:
+def test_the_working_directory_is_imported_as_usual(script: Path, tmp_path: Path, python: str | None) -> None:
     """Not with `-P` or its variable, but with an empty entry of PYTHONPATH."""
     folder, name = tmp_path / "folder", "lies_here"
     folder.mkdir()
