@@ -95,9 +95,7 @@ def test_pages_show_every_sample_once(folders: Folders, cache: Path) -> None:
     assert "No sample matches" in cache_page(folders, folder_id(cache), 1, "dog")
 
 
-def test_a_long_search_stops_and_says_so(
-    folders: Folders, cache: Path, now: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_search_stops(folders: Folders, cache: Path, now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     read = data_pages._origins
 
     def read_slowly(*args: Any) -> Any:
@@ -128,9 +126,7 @@ def test_the_original_is_cropped_as_for_the_cache(folders: Folders, cache: Path)
             original_image(folders, folder_id(cache), shard, row)
 
 
-def test_the_manifest_is_parsed_once_until_it_changes(
-    cache: Path, folders: Folders, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_manifest_is_parsed_per_change(cache: Path, folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed, parse = [], Manifest.from_json
     monkeypatch.setattr(Manifest, "from_json", staticmethod(lambda *values: parsed.append(values) or parse(*values)))
     for _ in range(3):

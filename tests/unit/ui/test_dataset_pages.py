@@ -383,7 +383,6 @@ def test_listed_samples_are_not_copied_into_memory(root: Path) -> None:
     (folder / f"{source.name}.json").write_text('{"parts": ["x"]}')
     before = pa.total_allocated_bytes()
     index = SampleIndex.of_cache(root / "data.cache", [source])
-    assert index is not None
     assert len(index.samples(index.find(Query())[-24:])) == 24
     assert pa.total_allocated_bytes() - before < part.stat().st_size / 4
 

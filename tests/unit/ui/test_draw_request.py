@@ -17,10 +17,28 @@ def parsed(**values: Any) -> DrawRequest:
     return parse_request(FORM | values, MODELS, LORAS)
 
 
-def test_models_and_seeds_are_the_axes_unless_others_are_chosen() -> None:
+def test_axes_have_their_cells_and_labels(tmp_path: Path) -> None:
     cells = list(parsed(models=["a", "b"], seeds="1, 5-6").cells())
     assert [place for place, _ in cells] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
     assert [(cell.model, cell.seed) for _, cell in cells[:3]] == [("model a", 1), ("model b", 1), ("model a", 5)]
+    chosen = {"chosen_loras": {"l": "0.5"}, "loras": "other.safetensors:0.25\n"}
+    request = parsed(columns="lora", columns_values="-1-1:1", rows="prompt", rows_values="cat, dog, ", **chosen)
+    cells = [cell for _, cell in request.cells()]
+    file = str(LORAS["l"][1])
+    assert [cell.loras for cell in cells[:3]] == [
+        ((file, strength), ("other.safetensors:0.25", None)) for strength in (-1.0, 0.0, 1.0)
+    ]
+    assert [cell.prompt for cell in cells[::3]] == ["a cat on a cat", "a dog on a dog", "a  on a "]
+    assert [request.rows.label(at) for at in range(3)] == ["cat", "dog", "(without)"]
+    assert [request.columns.label(at) for at in range(3)] == ["LoRA -1", "LoRA 0", "LoRA 1"]
+    file = tmp_path / "style: 1.safetensors"
+    file.touch()
+    request = parse_request(FORM | {"chosen_loras": {"l": "0.5"}}, MODELS, {"l": ("style", file)})
+    (lora,) = request.options().loras
+    assert (lora.file, lora.strength) == (file, 0.5)
+    assert parse_numbers("0.1-0.5:0.1, 7", "x", 0, 9) == (0.1, 0.2, 0.3, 0.4, 0.5, 7.0)
+    assert parse_numbers("1 1 2", "x", 0, 9) == (1.0, 2.0)
+    assert set(AXES) >= {"model", "seed"}
 
 
 @pytest.mark.parametrize(
@@ -36,27 +54,6 @@ def test_an_axis_replaces_the_value_of_the_form(axis: str, text: str, values: li
     cells = [cell for _, cell in parsed(columns=axis, columns_values=text).cells()]
     assert [getattr(cell, axis) for cell in cells] == values
     assert {cell.seed for cell in cells} == {3}
-
-
-def test_the_strength_of_a_lora_and_a_part_of_the_prompt_are_axes() -> None:
-    chosen = {"chosen_loras": {"l": "0.5"}, "loras": "other.safetensors:0.25\n"}
-    request = parsed(columns="lora", columns_values="-1-1:1", rows="prompt", rows_values="cat, dog, ", **chosen)
-    cells = [cell for _, cell in request.cells()]
-    file = str(LORAS["l"][1])
-    assert [cell.loras for cell in cells[:3]] == [
-        ((file, strength), ("other.safetensors:0.25", None)) for strength in (-1.0, 0.0, 1.0)
-    ]
-    assert [cell.prompt for cell in cells[::3]] == ["a cat on a cat", "a dog on a dog", "a  on a "]
-    assert [request.rows.label(at) for at in range(3)] == ["cat", "dog", "(without)"]
-    assert [request.columns.label(at) for at in range(3)] == ["LoRA -1", "LoRA 0", "LoRA 1"]
-
-
-def test_a_file_with_a_colon_keeps_its_strength_apart(tmp_path: Path) -> None:
-    file = tmp_path / "style: 1.safetensors"
-    file.touch()
-    request = parse_request(FORM | {"chosen_loras": {"l": "0.5"}}, MODELS, {"l": ("style", file)})
-    (lora,) = request.options().loras
-    assert (lora.file, lora.strength) == (file, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -100,9 +97,3 @@ def test_a_file_with_a_colon_keeps_its_strength_apart(tmp_path: Path) -> None:
 def test_values_that_are_not_valid_are_refused(values: dict[str, Any], text: str) -> None:
     with pytest.raises(UserError, match=text):
         parsed(**values)
-
-
-def test_ranges_have_the_numbers_that_are_written() -> None:
-    assert parse_numbers("0.1-0.5:0.1, 7", "x", 0, 9) == (0.1, 0.2, 0.3, 0.4, 0.5, 7.0)
-    assert parse_numbers("1 1 2", "x", 0, 9) == (1.0, 2.0)
-    assert set(AXES) >= {"model", "seed"}

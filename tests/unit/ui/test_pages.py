@@ -18,6 +18,7 @@ from PIL import Image
 from sd3_light.checkpoint.lock import is_locked, locked_folder
 from sd3_light.config.faults import UserError
 from sd3_light.report import run_log
+from sd3_light.sample.png import save_png
 from sd3_light.ui import folders as folders_module
 from sd3_light.ui.folders import Folders, folder_id
 from sd3_light.ui.playground import Playground
@@ -36,7 +37,6 @@ def held(run: Path) -> Iterator[None]:
     run.mkdir(exist_ok=True)
     process = subprocess.Popen([sys.orig_argv[0], "-c", HOLD, str(run)], stdout=subprocess.PIPE)
     try:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"held\n"
         yield
     finally:
@@ -93,7 +93,11 @@ def test_new_runs_are_found_later(runs: Path, monkeypatch: pytest.MonkeyPatch) -
     assert run_row(folders, folder_id(runs / "starting")).status == "no step yet"
 
 
-def test_a_run_that_disappears_does_not_hide_the_others(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_or_lost_run_does_not_hide_the_others(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (runs / "first" / "log.jsonl").write_text("not JSON\n{}\n")
+    text = ParsedPage(runs_page(Folders([runs]))).text
+    assert "log.jsonl" in text
+    assert "finished at step 40" in text
     folders = Folders([runs])
     known = folders.runs()
     shutil.rmtree(runs / "first")
@@ -101,15 +105,6 @@ def test_a_run_that_disappears_does_not_hide_the_others(runs: Path, monkeypatch:
     answers = iter([known])
     monkeypatch.setattr(folders, "runs", lambda: next(answers, {}))
     assert "second" in runs_page(folders)
-
-
-def test_a_log_is_read_again_only_after_a_change(runs: Path) -> None:
-    folders = Folders([runs])
-    report = folders.report(runs / "first")
-    assert folders.report(runs / "first") is report
-    with (runs / "first" / "log.jsonl").open("a") as log:
-        log.write(json.dumps({"event": "stop", "step": 40, "reason": "save_quit", "time": 1.8e9 + 41}) + "\n")
-    assert folders.report(runs / "first").status == "stopped at step 40: save_quit"
 
 
 def test_only_the_new_lines_of_a_log_are_read(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,6 +127,12 @@ def test_only_the_new_lines_of_a_log_are_read(runs: Path, monkeypatch: pytest.Mo
         run_page(folders, folder_id(runs / "first"))
         assert set(numbers) == {num_lines + 1}
         assert f"at step {step}" in ParsedPage(runs_page(folders)).text
+    folders = Folders([runs])
+    report = folders.report(runs / "first")
+    assert folders.report(runs / "first") is report
+    with (runs / "first" / "log.jsonl").open("a") as log:
+        log.write(json.dumps({"event": "stop", "step": 40, "reason": "save_quit", "time": 1.8e9 + 41}) + "\n")
+    assert folders.report(runs / "first").status == "stopped at step 40: save_quit"
 
 
 def test_the_lock_tells_whether_a_run_is_running(runs: Path, tmp_path: Path) -> None:
@@ -152,13 +153,6 @@ def test_the_lock_tells_whether_a_run_is_running(runs: Path, tmp_path: Path) -> 
         pass
     with (tmp_path / ".lock").open("w") as file:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def test_the_list_shows_a_damaged_log_beside_the_other_runs(runs: Path) -> None:
-    (runs / "first" / "log.jsonl").write_text("not JSON\n{}\n")
-    text = ParsedPage(runs_page(Folders([runs]))).text
-    assert "log.jsonl" in text
-    assert "finished at step 40" in text
 
 
 def test_a_run_has_the_sections_of_its_report_and_links_instead_of_data(runs: Path) -> None:
@@ -259,8 +253,6 @@ def test_only_grids_inside_the_run_are_served(runs: Path, file: str) -> None:
 
 @pytest.mark.parametrize("cells", ["[[0, 0, 9999, 9999]]", "[[0, 0, -1, 5]]", '["a"]', "[[[]]]", "{}", "[" * 500])
 def test_hostile_cells_are_ignored(tmp_path: Path, cells: str) -> None:
-    from sd3_light.sample.png import save_png
-
     save_png(Image.new("RGB", (8, 8)), tmp_path / "grid.png", {"prompts": ["a"], "seeds": [0], "cells": cells})
     with pytest.raises(UserError, match="no image 0"):
         sample_image(tmp_path, "grid.png", 0)

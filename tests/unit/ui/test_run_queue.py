@@ -302,9 +302,7 @@ def test_runs_continue_after_a_restart_of_the_machine(machine: Machine, monkeypa
 
 
 @pytest.mark.parametrize("is_started", [False, True])
-def test_a_server_that_died_while_it_started_a_run(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, is_started: bool
-) -> None:
+def test_a_server_that_died_as_it_started(machine: Machine, monkeypatch: pytest.MonkeyPatch, is_started: bool) -> None:
     """Before or after the process was made: the next server starts it, or finds it by its token. Never both."""
     queue = machine.queue()
     real = run_queue.start_process
@@ -358,7 +356,6 @@ def test_the_lock_of_a_killed_server_blocks_no_other(machine: Machine, monkeypat
     code = "import sys, time; from pathlib import Path; from sd3_light.ui.user_state import locked_state\n"
     code += "with locked_state(Path(sys.argv[1])): print('held', flush=True); time.sleep(600)"
     holder = subprocess.Popen([sys.orig_argv[0], "-c", code, str(machine.state)], stdout=subprocess.PIPE)
-    assert holder.stdout is not None
     try:
         holder.stdout.readline()
         monkeypatch.setattr(user_state, "_LOCK_SECONDS", 0.1)
@@ -469,7 +466,6 @@ def test_the_thread_starts_what_waits_and_ends(machine: Machine) -> None:
     queue.work()
     wait_until(machine.commands)
     queue.end()
-    assert queue._thread is not None
     assert not queue._thread.is_alive()
 
 

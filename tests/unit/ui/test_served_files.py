@@ -149,9 +149,7 @@ def test_a_new_file_replaces_nothing(root: Path) -> None:
     assert not [path for path in root.iterdir() if path.suffix == ".tmp"]
 
 
-def test_a_file_that_changes_during_the_write_is_not_overwritten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_changes_during_the_write_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"old")
     fsync, calls = os.fsync, list[int]()
@@ -167,18 +165,6 @@ def test_a_file_that_changes_during_the_write_is_not_overwritten(
     assert calls
     assert path.read_bytes() == b"theirs"
     assert [each.name for each in tmp_path.iterdir()] == ["a.txt"]
-
-
-def test_a_problem_is_named_and_a_served_folder_may_itself_be_a_link(root: Path, tmp_path: Path) -> None:
-    (root / "folder").symlink_to(tmp_path)
-    assert "is reached through one" in ServedFiles([root]).problem(root / "folder/outside.toml")
-    assert "is not below a served folder" in ServedFiles([root]).problem(tmp_path / "outside.toml")
-    os.mkfifo(root / "pipe.toml")
-    with pytest.raises(UserError):
-        ServedFiles([root]).replace(root / "pipe.toml", b"", b"new")
-    (tmp_path / "named").symlink_to(root)  # the user named the link
-    ServedFiles([tmp_path / "named"]).replace(tmp_path / "named/a.toml", b"a = 1\n", b"new")
-    assert (root / "a.toml").read_bytes() == b"new"
 
 
 NO_FILES = ["..", "inner/..", "inner/../..", "", "inner/../../outside.toml", "none/../../x", "a\0b", "x" * 300]
@@ -219,7 +205,7 @@ def test_a_folder_that_becomes_a_link_before_its_file_is_written_is_not_followed
     assert (root / "moved" / "a.toml").read_text() == "b\n"
 
 
-def test_a_touched_file_keeps_its_content_and_links_stay(root: Path, tmp_path: Path) -> None:
+def test_links_and_touched_files_are_kept(root: Path, tmp_path: Path) -> None:
     files = ServedFiles([root])
     files.touch(root / "b")
     assert (root / "b").read_bytes() == b""
@@ -229,9 +215,15 @@ def test_a_touched_file_keeps_its_content_and_links_stay(root: Path, tmp_path: P
     with pytest.raises(UserError, match="is a link"):
         files.touch(root / "link")
     assert not (tmp_path / "new").exists()
-
-
-def test_of_served_folders_inside_each_other_the_inner_one_may_be_a_link(root: Path, tmp_path: Path) -> None:
+    (root / "folder").symlink_to(tmp_path)
+    assert "is reached through one" in ServedFiles([root]).problem(root / "folder/outside.toml")
+    assert "is not below a served folder" in ServedFiles([root]).problem(tmp_path / "outside.toml")
+    os.mkfifo(root / "pipe.toml")
+    with pytest.raises(UserError):
+        ServedFiles([root]).replace(root / "pipe.toml", b"", b"new")
+    (tmp_path / "named").symlink_to(root)  # the user named the link
+    ServedFiles([tmp_path / "named"]).replace(tmp_path / "named/a.toml", b"a = 1\n", b"new")
+    assert (root / "a.toml").read_bytes() == b"new"
     (root / "alias").symlink_to(tmp_path)
     with pytest.raises(UserError, match="serve its folder"):
         ServedFiles([root]).read(root / "alias" / "outside.toml")

@@ -173,11 +173,6 @@ def test_names_that_are_not_utf8_and_faulty_configs_are_shown_in_errors(tmp_path
         assert text in reply.text
 
 
-def test_numbers_that_are_too_long_are_ignored(client: TestClient, runs: Path) -> None:
-    path = f"/runs/{folder_id(runs / 'first')}/sample?file=samples/step-00000010.png"
-    assert client.get(f"{path}&cell={DIGITS}").content == client.get(path).content
-
-
 @pytest.mark.parametrize("token", ["密码", "a\nb"])
 def test_a_token_that_no_cookie_can_hold_is_refused(runs: Path, token: str) -> None:
     with pytest.raises(UserError, match="--token: use printable ASCII characters"):
@@ -259,9 +254,7 @@ def test_a_copied_run_is_not_resumed_in_the_original(failing: Path, monkeypatch:
     assert not (failing.parent / "run").exists()
 
 
-def test_a_run_folder_as_model_is_loaded_again_after_a_new_export(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_as_model_is_loaded_again_after_a_new_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from sd3_light.sample import verb as sample
 
     loaded: list[Path] = []
@@ -340,9 +333,7 @@ class Drawings:
         return drawing.error
 
 
-def test_a_model_is_loaded_again_with_other_adapters_or_precision(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_is_loaded_again_with_other_adapters_or_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything that is built into a loaded model: a drawing never uses one with other settings than its own."""
     drawings = Drawings(tmp_path, monkeypatch)
     for name in ("a", "b", "c"):
@@ -377,9 +368,7 @@ def test_a_model_is_loaded_again_with_other_adapters_or_precision(
     assert len(drawings.loads) == loads, "strengths and samplers change in the loaded model"
 
 
-def test_a_model_is_dropped_after_a_crash_and_kept_after_a_users_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_is_dropped_after_a_crash_not_a_users_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What crashed may hold memory, or be in a wrong state."""
     drawings = Drawings(tmp_path, monkeypatch)
     assert drawings.draw() == ""
@@ -420,9 +409,7 @@ def painter(tmp_path_factory: pytest.TempPathFactory, models: list[Path]) -> Tes
     return TestClient(make_app(Site.of_folders([folder], models, folder / "out", Launch)), base_url=HERE)
 
 
-def test_images_of_two_models_are_drawn_with_their_settings(
-    painter: TestClient, models: list[Path], tmp_path: Path
-) -> None:
+def test_two_models_are_drawn_with_their_settings(painter: TestClient, models: list[Path], tmp_path: Path) -> None:
     from sd3_light.sample.png import read_png_facts
 
     ids, large = list(map(folder_id, models)), str(2**62 + 1)
@@ -555,9 +542,7 @@ def test_a_lora_that_no_file_can_be_is_named(painter: TestClient, models: list[P
     ("values", "text"),
     [({"models": "all"}, "no model is chosen"), ({"seeds": "a \ud800 b"}, "seeds contains half of a surrogate pair")],
 )
-def test_values_that_are_not_valid_are_refused(
-    painter: TestClient, models: list[Path], values: dict[str, Any], text: str
-) -> None:
+def test_invalid_values_are_refused(painter: TestClient, models: list[Path], values: dict[str, Any], text: str) -> None:
     """More of them: test_draw_request.py."""
     valid = {"models": [folder_id(models[0])], "prompt": "a", "seeds": "0"}
     reply = painter.post("/playground/drawings", content=json.dumps({**valid, **values}))
@@ -620,9 +605,7 @@ def test_a_slow_request_that_arrives_is_answered(address: tuple[str, int], monke
         assert connection.recv(65536).startswith(b"HTTP/1.1 200 OK")
 
 
-def test_a_client_that_leaves_is_not_an_error_of_the_server(
-    address: tuple[str, int], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_client_that_leaves_is_not_an_error(address: tuple[str, int], capfd: pytest.CaptureFixture[str]) -> None:
     for _ in range(3):
         with socket.create_connection(address) as connection:
             connection.sendall(POST)
@@ -652,7 +635,7 @@ def test_other_websites_can_link_to_pages_and_load_nothing(client: TestClient, r
 # --- finer curves -------------------------------------------------------------------------------------
 
 
-def test_finer_curves_are_those_of_the_visible_steps(client: TestClient, runs: Path) -> None:
+def test_curves_lists_and_numbers_are_those_of_the_query(client: TestClient, runs: Path) -> None:
     path = f"/runs/{folder_id(runs / 'first')}"
     query = "/curves?from=3&to=5&name=loss&name=lr&name=<b>"
     assert client.get(path + query).json() == {"curves": {}}, "the log was not read yet"
@@ -661,19 +644,9 @@ def test_finer_curves_are_those_of_the_visible_steps(client: TestClient, runs: P
     assert curves.keys() == {"loss", "lr"}
     assert [x for x, _ in curves["loss"]["mean"]] == [3, 4, 5]
     assert curves["lr"]["extremes"] == [[x, 1e-4] for x in (3, 4, 5)]
+    path = f"/runs/{folder_id(runs / 'first')}/sample?file=samples/step-00000010.png"
+    assert client.get(f"{path}&cell={DIGITS}").content == client.get(path).content
 
-
-@pytest.mark.parametrize(
-    "steps", ["", "from=1", "from=nan&to=2", "from=1&to=inf", f"from={DIGITS}&to=1", "from=<b>&to=1"]
-)
-def test_finer_curves_between_no_steps_are_refused(client: TestClient, runs: Path, steps: str) -> None:
-    reply = client.get(f"/runs/{folder_id(runs / 'first')}/curves?{steps}")
-    assert reply.status_code == 404
-    assert "is not a step; use a number" in reply.text
-    assert "<b>&" not in reply.text
-
-
-def test_the_list_of_runs_is_filtered_and_sorted(client: TestClient) -> None:
     def names(query: str) -> list[str]:
         text = client.get(f"/?{query}").text
         return sorted(("first", "second"), key=lambda name: text.find(f">{name}</a>")) if ">first</a>" in text else []
@@ -684,6 +657,16 @@ def test_the_list_of_runs_is_filtered_and_sorted(client: TestClient) -> None:
     assert ">second</a>" in client.get("/?text=DEEP").text
     assert "No run has this text" in client.get("/?text=<b>").text
     assert client.get("/?sort=<b>").status_code == 404
+
+
+@pytest.mark.parametrize(
+    "steps", ["", "from=1", "from=nan&to=2", "from=1&to=inf", f"from={DIGITS}&to=1", "from=<b>&to=1"]
+)
+def test_finer_curves_between_no_steps_are_refused(client: TestClient, runs: Path, steps: str) -> None:
+    reply = client.get(f"/runs/{folder_id(runs / 'first')}/curves?{steps}")
+    assert reply.status_code == 404
+    assert "is not a step; use a number" in reply.text
+    assert "<b>&" not in reply.text
 
 
 # --- the queue and read-only servers ------------------------------------------------------------------

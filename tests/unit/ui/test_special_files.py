@@ -83,7 +83,6 @@ def test_the_server_ends_while_a_page_hangs(tmp_path: Path, number: signal.Signa
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True)
     try:
-        assert server.stdout is not None
         address = server.stdout.readline().strip()
         with socket.create_connection(("127.0.0.1", urlsplit(address).port or 0)) as connection:
             connection.sendall(f"GET / HTTP/1.1\r\nHost: {urlsplit(address).netloc}\r\n\r\n".encode())
@@ -95,7 +94,7 @@ def test_the_server_ends_while_a_page_hangs(tmp_path: Path, number: signal.Signa
         server.wait()
 
 
-def test_links_below_a_served_folder_lead_to_no_run_and_no_cache(tmp_path: Path) -> None:
+def test_links_lead_to_no_run_cache_or_config(tmp_path: Path) -> None:
     private, served = tmp_path / "private", tmp_path / "served"
     write_run(private / "run", steps=1)
     (private / "cache" / "shards").mkdir(parents=True)
@@ -110,18 +109,16 @@ def test_links_below_a_served_folder_lead_to_no_run_and_no_cache(tmp_path: Path)
     assert list(folders.runs().values()) == [served / "own"]
     assert folders.caches() == {}
     assert Folders([served / "run"]).runs(), "the user named it"
-
-
-def test_a_link_in_the_place_of_a_config_is_neither_shown_nor_started(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", steps=1)
+    below = tmp_path / "below"
+    run = write_run(below / "run", steps=1)
     (tmp_path / "private.toml").write_text('password = "secret"\n')
     (run / "config.toml").unlink()
     (run / "config.toml").symlink_to(tmp_path / "private.toml")
-    client = make_client(tmp_path)
+    client = make_client(below)
     page = client.get(f"/runs/{folder_id(run)}").text
     assert "secret" not in page
     assert "config.toml is a link" in page
     reply = client.post(f"/runs/{folder_id(run)}/resume")
     assert reply.status_code == 400
     assert "is a link, or is reached through one" in reply.text
-    assert Folders([tmp_path]).caches() == {}
+    assert Folders([below]).caches() == {}
