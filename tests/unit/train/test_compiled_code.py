@@ -37,7 +37,6 @@ def test_a_note_is_found_by_the_same_facts() -> None:
     assert code(model="a").read(time.time()) is None
     code(model="a").write(64)
     note = code(model="a").read(time.time())
-    assert note is not None
     assert note.text_step == 64
     assert code(model="b").read(time.time()) is None
     assert code(model="a").read(note.time - 1) is None, "left later"
@@ -48,7 +47,6 @@ def test_a_note_is_found_by_the_same_facts() -> None:
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"time": "soon", "text_step": 1}', '{"time": 1}'])
 def test_a_damaged_note_is_none(text: str) -> None:
     path = code(model="a").path
-    assert path is not None
     path.write_text(text, encoding="utf-8")
     assert code(model="a").read(time.time()) is None
 

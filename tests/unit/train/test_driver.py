@@ -155,6 +155,10 @@ def test_the_last_step_is_evaluated(tmp_path: Path) -> None:
         case = Case(tmp_path / str(interval), hooks=hooks, schedule=HookSchedule(every(interval)))
         case.train()
         assert case.of("eval") == steps
+    sample = Mock(side_effect=OSError(28, "No space left on device", "x.png"))
+    case = Case(tmp_path, hooks=RunHooks(sample=sample), schedule=HookSchedule(sample=every(3)))
+    assert case.train().step == 6
+    assert case.of("sample_failed") == [3, 6]
 
 
 def test_hooks_see_the_average_and_the_weights_come_back(tmp_path: Path) -> None:
@@ -199,13 +203,7 @@ def test_after_an_error_the_last_complete_step_is_saved(tmp_path: Path, error: E
     assert message.startswith(f"{reason} (step 3")
 
 
-def test_a_checkpoint_of_the_same_step_is_not_written_again(tmp_path: Path) -> None:
-    case = Case(tmp_path, hooks=RunHooks(finish=Mock(side_effect=UserError("no room"))))
-    assert case.error() == "no room (step 6 is saved: --resume continues from there)"
-    assert case.of("checkpoint") == [6]
-
-
-def test_other_errors_are_saved_too(tmp_path: Path) -> None:
+def test_errors_are_saved_unless_it_would_do_harm(tmp_path: Path) -> None:
     hooks = RunHooks(save=Mock(side_effect=ValueError("a bug")))
     between = Case(tmp_path / "between", hooks=hooks, schedule=HookSchedule(save=every(3)))
     assert between.error(ValueError) == "a bug"
@@ -213,6 +211,17 @@ def test_other_errors_are_saved_too(tmp_path: Path) -> None:
     forward = Case(tmp_path / "forward", OneWeight(early={3: ValueError("a bug")}))
     assert forward.error(ValueError) == "a bug"
     assert forward.saved() == ["step-00000003"]
+    after = Case(tmp_path / "after", hooks=RunHooks(finish=Mock(side_effect=UserError("no room"))))
+    assert after.error() == "no room (step 6 is saved: --resume continues from there)"
+    assert after.of("checkpoint") == [6], "it is not written again"
+    # weights that diverged, a run in which no step was taken, and several processes, which cannot agree any more.
+    diverged = Case(tmp_path / "diverged", OneWeight(bad=[2, 3]))
+    assert "2 steps in a row" in diverged.error()
+    nothing = Case(tmp_path / "nothing", OneWeight(bad=[5]), start=Progress(5, 20, 0, 5))
+    assert "none of 1 steps was taken" in nothing.error()
+    several = Case(tmp_path / "several", OneWeight(errors={3: UserError("odd")}), launch=Launch(0, 0, 2))
+    assert several.error() == "odd"
+    assert (diverged.saved(), several.saved()) == ([], [])
 
 
 @pytest.mark.parametrize("error", [ValueError("a bug"), torch.OutOfMemoryError("full"), UserError("odd")])
@@ -224,9 +233,7 @@ def test_a_step_that_fails_while_it_updates_is_not_saved(tmp_path: Path, error: 
     assert case.of("stop") == [3]
 
 
-def test_averages_and_models_that_are_half_updated_are_not_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_averages_and_models_half_updated_are_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(tmp_path)
     monkeypatch.setattr(case.averages, "update", Mock(side_effect=ValueError("a bug")))
     case.error(ValueError)
@@ -242,17 +249,6 @@ def test_averages_and_models_that_are_half_updated_are_not_saved(
     case.driver.run.samples_in = fail_at_2
     assert case.error(ValueError) == "a defect"
     assert case.saved() == []
-
-
-def test_nothing_is_saved_where_it_would_do_harm(tmp_path: Path) -> None:
-    """Weights that diverged, a run in which no step was taken, and several processes, which cannot agree any more."""
-    diverged = Case(tmp_path / "diverged", OneWeight(bad=[2, 3]))
-    assert "2 steps in a row" in diverged.error()
-    nothing = Case(tmp_path / "nothing", OneWeight(bad=[5]), start=Progress(5, 20, 0, 5))
-    assert "none of 1 steps was taken" in nothing.error()
-    several = Case(tmp_path / "several", OneWeight(errors={3: UserError("odd")}), launch=Launch(0, 0, 2))
-    assert several.error() == "odd"
-    assert (diverged.saved(), several.saved()) == ([], [])
 
 
 NO_SPACE = OSError(28, "No space left on device")
@@ -300,15 +296,21 @@ def test_a_failed_save_ends_the_run_only_if_it_is_the_last(tmp_path: Path, full:
     )
 
 
-def test_a_run_stops_if_its_first_save_fails_however_it_does(
-    tmp_path: Path, full: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_stops_if_its_first_save_fails(tmp_path: Path, full: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     full.add("step-00000006")
     only = Case(tmp_path)
     message = "the checkpoint at step 6 failed: No space left on device; no checkpoint was ever saved: free disk "
     message += "space or fix the disk, then start again"
     assert only.error() == message
     assert only.of("stop", "reason") == [message]
+    both = Case(tmp_path / "both", hooks=RunHooks(export=Mock(side_effect=ProofError("it differs by 1.0"))))
+    with monkeypatch.context() as patch:
+        refuse = Mock(side_effect=PermissionError(13, "Permission denied"))
+        patch.setattr("sd3_light.checkpoint.background.write_part", refuse)
+        assert both.error() == (  # not the failed export
+            "the checkpoint at step 6 failed: Permission denied; no checkpoint was ever saved: fix the cause, then "
+            "start again"
+        )
     # at step 3 the failure of step 2 is known; another attempt is made at the end of the next step
     full.add("step-")
     case = slowly(Case(tmp_path, schedule=HookSchedule(checkpoint=every(2))))
@@ -393,17 +395,6 @@ def test_a_failed_export_says_what_to_do(tmp_path: Path, error: Exception, remed
     assert case.saved() == ["step-00000006"]
 
 
-def test_a_failed_checkpoint_is_named_before_a_failed_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing can be exported from a checkpoint that was not written."""
-    refuse = Mock(side_effect=PermissionError(13, "Permission denied"))
-    monkeypatch.setattr("sd3_light.checkpoint.background.write_part", refuse)
-    message = Case(tmp_path, hooks=RunHooks(export=Mock(side_effect=ProofError("it differs by 1.0")))).error()
-    assert message == (
-        "the checkpoint at step 6 failed: Permission denied; no checkpoint was ever saved: fix the cause, then "
-        "start again"
-    )
-
-
 def test_a_missing_export_is_written_after_a_resume(tmp_path: Path) -> None:
     """The process was killed between its checkpoint and its export."""
     exported: list[tuple[int, str]] = []
@@ -448,9 +439,7 @@ def test_the_best_measurement_is_exported_and_linked_once(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("sizes", "expected"), [({3: 4, 4: 40}, []), ({3: 40, 4: 4}, [4])])
-def test_the_catch_up_counts_the_samples_of_the_last_batch(
-    tmp_path: Path, sizes: dict[int, int], expected: list[int]
-) -> None:
+def test_the_catch_up_counts_the_last_samples(tmp_path: Path, sizes: dict[int, int], expected: list[int]) -> None:
     """Buckets have batches of different sizes: an export every 50 samples was due if the last batch passed 50."""
     exported: list[int] = []
 
@@ -464,10 +453,3 @@ def test_the_catch_up_counts_the_samples_of_the_last_batch(
     with case.driver.running():
         case.driver.catch_up(start)
     assert exported == expected
-
-
-def test_a_sample_that_cannot_be_written_does_not_stop_the_run(tmp_path: Path) -> None:
-    sample = Mock(side_effect=OSError(28, "No space left on device", "x.png"))
-    case = Case(tmp_path, hooks=RunHooks(sample=sample), schedule=HookSchedule(sample=every(3)))
-    assert case.train().step == 6
-    assert case.of("sample_failed") == [3, 6]

@@ -49,13 +49,7 @@ class Device:
     rank, world, writers, updates_started = 0, 1, 1, 0
 
     def __init__(
-        self,
-        data: float,
-        launch: float,
-        work: float,
-        other: float = 0.0,
-        depth: int = 1000,
-        between: float = 0.0,
+        self, data: float, launch: float, work: float, other: float = 0.0, depth: int = 1000, between: float = 0.0
     ) -> None:
         self.weights: dict[str, Any] = {}
         self.milliseconds = {"data": data, "launch": launch, "work": work, "other": other}
@@ -289,9 +283,7 @@ CAUSES = [
 
 
 @pytest.mark.parametrize(("device", "keys", "cause"), CAUSES, ids=[cause[:30] for _, _, cause in CAUSES])
-def test_the_cause_is_named_once(
-    device: Device, keys: Any, cause: str, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_cause(device: Device, keys: Any, cause: str, monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
     train_on(device, 400, monkeypatch, **keys)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "the GPU" in line]
     assert re.search(r"the GPU (was idle for (39|4\d)%|waited for the host within 100%) of the last 50 steps: ", line)

@@ -52,7 +52,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     def load_on_host(data: Any, config: Any, launch: Launch, device: torch.device) -> Any:
         assert device == CUDA
         cache = load(data, config, launch, CPU)
-        assert cache is not None
         cache.device = CUDA if config.residence == "device" else CPU
         return cache
 
@@ -97,9 +96,7 @@ def test_training_takes_what_check_estimates(cached_project: Project, gpu: dict[
     assert room.gpu == 5 * GIB + CONTEXT_BYTES, "other processes use the rest"
 
 
-def test_auto_takes_the_fastest_memory_that_fits(
-    place: Place, gpu: dict[str, int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_auto_takes_the_fastest_memory(place: Place, gpu: dict[str, int], capsys: pytest.CaptureFixture[str]) -> None:
     assert where(place()) == "device"
     line = capsys.readouterr().err
     assert line.startswith('cache: in GPU memory (cache_residence = "auto": it takes ')
@@ -160,9 +157,7 @@ def test_a_cache_that_cannot_be_loaded_after_all_is_streamed(
         place()
 
 
-def test_explicit_values_are_not_questioned(
-    place: Place, gpu: dict[str, int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_explicit_values_are_not_asked(place: Place, gpu: dict[str, int], capsys: pytest.CaptureFixture[str]) -> None:
     gpu["free"] = gpu["host"] = 0
     assert where(place('cache_residence="device"')) == "device"
     assert where(place('cache_residence="host"')) == "host"

@@ -11,9 +11,11 @@ from sd3_light.check.disk import disk_faults
 from sd3_light.check.estimate import estimate_run
 from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.checkpoint.store import checkpoint_name
+from sd3_light.config import load_config
 from sd3_light.config.faults import UserError
 from sd3_light.core.cost import Layout
 from sd3_light.core.registry import starting_weights
+from sd3_light.train import verb as train
 from sd3_light.train.verb import Resume
 from tests.checkpoints import same, tensors
 from tests.judge_folders import write_vision
@@ -89,9 +91,6 @@ def test_tokens_that_skip_the_block_are_left_out(aligned: Project) -> None:
 
 
 def test_a_cache_without_features_is_named(aligned: Project) -> None:
-    from sd3_light.config import load_config
-    from sd3_light.train import verb as train
-
     text = aligned.train_toml.read_text(encoding="utf-8").replace('teacher_path = "teacher"\n', "")
     aligned.train_toml.write_text(text, encoding="utf-8")
     shutil.rmtree(aligned.cache)
@@ -122,9 +121,6 @@ def test_check_counts_column_projector_and_the_pass_of_the_average(aligned: Proj
     average = aligned.load(FLOW, 'objective.alignment={teacher="average"}', "model.num_layers=4")
     taught = estimate_run(average, start, Layout(1, False))
     assert taught.run_flops.value > 1.25 * plain.run_flops.value
-
-
-def test_a_folder_without_a_vision_model_is_a_fault(aligned: Project) -> None:
     (aligned.folder / "teacher" / "preprocessor_config.json").unlink()
     (fault,) = disk_faults(aligned.load())
     assert fault.key == "model.teacher_path"

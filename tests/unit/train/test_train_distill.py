@@ -102,7 +102,19 @@ def test_the_export_of_few_steps_says_how_it_is_sampled(project: Project) -> Non
     assert one.train.model.last_time == 0.0, "one call goes from noise to image"
 
 
-def test_faults_name_what_cannot_be(project: Project) -> None:
+def test_check_counts_the_teacher_and_names_faults(project: Project) -> None:
+    def setup(*keys: str) -> TrainingSetup:
+        return check.run(project.load(*keys, "ema.enable=false")).setup
+
+    plain, taught = setup(), setup(*STEPS)
+    weights = 4 * sum(plain.cost.layer_parameters)
+    assert taught.other_models == plain.other_models + weights, "a copy in float32"
+    assert setup(*STEPS, *LORA).other_models == plain.other_models
+    assert taught.batch == plain.batch
+    flops = [check.run(project.load(*keys)).data.rows[0].step_flops.value for keys in ((), GUIDANCE, STEPS)]
+    assert 1.6 < flops[1] / flops[0] < 1.8, "two passes of the teacher"
+    assert 2.3 < flops[2] / flops[0] < 2.5, "four"
+
     def fault(*keys: str) -> str:
         with pytest.raises(ConfigFaults) as caught:
             project.load(*keys)
@@ -120,17 +132,3 @@ def test_faults_name_what_cannot_be(project: Project) -> None:
         require_eval_sets(project.load(*GUIDANCE, *EVAL))
     with pytest.raises(ConfigFaults, match="takes no guidance as a number"):
         check.run(project.load(*GUIDANCE, "objective.distill.most_guidance=6.0"))
-
-
-def test_check_counts_the_teacher(project: Project) -> None:
-    def setup(*keys: str) -> TrainingSetup:
-        return check.run(project.load(*keys, "ema.enable=false")).setup
-
-    plain, taught = setup(), setup(*STEPS)
-    weights = 4 * sum(plain.cost.layer_parameters)
-    assert taught.other_models == plain.other_models + weights, "a copy in float32"
-    assert setup(*STEPS, *LORA).other_models == plain.other_models
-    assert taught.batch == plain.batch
-    flops = [check.run(project.load(*keys)).data.rows[0].step_flops.value for keys in ((), GUIDANCE, STEPS)]
-    assert 1.6 < flops[1] / flops[0] < 1.8, "two passes of the teacher"
-    assert 2.3 < flops[2] / flops[0] < 2.5, "four"

@@ -9,10 +9,15 @@ from PIL import Image, ImageFilter
 
 from sd3_light.check import verb as check
 from sd3_light.checkpoint.store import checkpoint_name
-from sd3_light.config import ConfigFaults
+from sd3_light.config import SIZES, ConfigFaults
 from sd3_light.config.faults import UserError
 from sd3_light.cost.training_setup import TrainingSetup
+from sd3_light.data.manifest import Manifest
 from sd3_light.data.reader import ShardReader
+from sd3_light.data.shards import read_origins
+from sd3_light.families.sd3.random_weights import new_transformer
+from sd3_light.flow.objectives import Preference
+from sd3_light.train import verb as train
 from sd3_light.train.verb import Resume
 from tests.checkpoints import same, tensors
 from tests.project import Project
@@ -25,9 +30,6 @@ LORA = ("adapter.rank=2",)
 
 def read(project: Project) -> dict[str, Any]:
     """Return (moments, moments.rejected) of every sample of the cache, by key."""
-    from sd3_light.data.manifest import Manifest
-    from sd3_light.data.shards import read_origins
-
     found = {}
     manifest = Manifest.load(project.cache)
     for entry in manifest.shards:
@@ -62,9 +64,6 @@ def pairs(tmp_path_factory: pytest.TempPathFactory, raw_project: Project) -> Pro
 
 def write_start(project: Project) -> None:
     """Write a denoiser without zero weights, so that a prediction depends on every weight."""
-    from sd3_light.config import SIZES
-    from sd3_light.families.sd3.random_weights import new_transformer
-
     transformer = new_transformer(SIZES["tiny2"].transformer_config(), 0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -128,7 +127,28 @@ def test_preferences_train_and_resume_exactly(project: Project, kind: str) -> No
     assert same(ours, theirs)
 
 
-def test_faults_name_what_is_missing(project: Project) -> None:
+def test_a_cache_without_pairs_is_refused(project: Project) -> None:
+    project.data(project.data_toml.read_text().replace('rejected = "images/worse"\n', ""))
+    project.build_cache("objective.flow.weight=1.0")
+    with pytest.raises(UserError, match=r"reads the column 'moments\.rejected', and the cache has moments, "):
+        train.run(project.load(), objective=lambda denoiser: Preference())
+
+
+def test_check_counts_teacher_and_pairs_and_names_faults(project: Project) -> None:
+    def setup(*keys: str) -> TrainingSetup:
+        return check.run(project.load(*keys, "ema.enable=false")).setup
+
+    plain, taught = setup(), setup(*DPO)
+    weights = 4 * sum(plain.cost.layer_parameters)
+    assert taught.other_models == plain.other_models + weights, "a copy in float32"
+    assert setup(*DPO, 'objective.dpo.teacher="./start"').other_models == pytest.approx(taught.other_models, rel=0.05)
+    assert setup(*DPO, *LORA).other_models == plain.other_models
+    assert taught.batch == 2 * plain.batch, "both images of a pair"
+    flops = [check.run(project.load(*keys)).data.rows[0].step_flops.value for keys in ((), DPO)]
+    assert 2.5 < flops[1] / flops[0] < 2.7, "two passes, and two of the teacher without gradients"
+    with pytest.raises(ConfigFaults, match=r"objective\.dpo\.teacher"):
+        check.run(project.load(*DPO, 'objective.dpo.teacher="./nothing"'))
+
     def fault(*keys: str) -> str:
         with pytest.raises(ConfigFaults) as caught:
             project.load(*keys)
@@ -145,29 +165,3 @@ def test_faults_name_what_is_missing(project: Project) -> None:
     assert "directory[1].rejected: is missing here" in fault()
     project.data(text.replace('rejected = "images/worse"', ""))
     assert 'write rejected = "FOLDER" in every [[directory]]' in fault(*DPO)
-
-
-def test_a_cache_without_pairs_is_refused(project: Project) -> None:
-    project.data(project.data_toml.read_text().replace('rejected = "images/worse"\n', ""))
-    project.build_cache("objective.flow.weight=1.0")
-    from sd3_light.flow.objectives import Preference
-    from sd3_light.train import verb as train
-
-    with pytest.raises(UserError, match=r"reads the column 'moments\.rejected', and the cache has moments, "):
-        train.run(project.load(), objective=lambda denoiser: Preference())
-
-
-def test_check_counts_teacher_and_pairs(project: Project) -> None:
-    def setup(*keys: str) -> TrainingSetup:
-        return check.run(project.load(*keys, "ema.enable=false")).setup
-
-    plain, taught = setup(), setup(*DPO)
-    weights = 4 * sum(plain.cost.layer_parameters)
-    assert taught.other_models == plain.other_models + weights, "a copy in float32"
-    assert setup(*DPO, 'objective.dpo.teacher="./start"').other_models == pytest.approx(taught.other_models, rel=0.05)
-    assert setup(*DPO, *LORA).other_models == plain.other_models
-    assert taught.batch == 2 * plain.batch, "both images of a pair"
-    flops = [check.run(project.load(*keys)).data.rows[0].step_flops.value for keys in ((), DPO)]
-    assert 2.5 < flops[1] / flops[0] < 2.7, "two passes, and two of the teacher without gradients"
-    with pytest.raises(ConfigFaults, match=r"objective\.dpo\.teacher"):
-        check.run(project.load(*DPO, 'objective.dpo.teacher="./nothing"'))

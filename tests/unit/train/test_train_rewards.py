@@ -8,13 +8,18 @@ import numpy as np
 import pytest
 import torch
 
+from sd3_light.check import verb as check
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config import ConfigFaults
 from sd3_light.config.faults import UserError
-from sd3_light.evaluate.rewards import Images, reward
+from sd3_light.evaluate.rewards import Images, open_reward, reward, scores, world_reward
+from sd3_light.report.run_page import write_run_page
 from sd3_light.train import verb as train
 from sd3_light.train.verb import Resume
+from sd3_light.world import render_scene
+from sd3_light.world.captions import parse_caption
 from tests import checkpoints
+from tests.judge_folders import write_clip, write_vision
 from tests.project import Project
 from tests.unit.train.test_train_preferences import write_start
 
@@ -149,8 +154,6 @@ def unmarked(images: Images, prompts: Sequence[str]) -> Any:
 
 
 def test_an_installed_function_must_be_marked(project: Project) -> None:
-    from sd3_light.evaluate.rewards import open_reward
-
     cpu = torch.device("cpu")
     assert open_reward(f"{__name__}:brightness", cpu) is brightness
     for name, problem in {
@@ -169,8 +172,6 @@ def test_an_installed_function_must_be_marked(project: Project) -> None:
 
 def test_a_module_without_the_mark_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Importing a module runs it, so a config could run any program that is installed."""
-    from sd3_light.evaluate.rewards import open_reward
-
     package = tmp_path / "some_package"
     package.mkdir()
     trap = f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n"
@@ -202,17 +203,10 @@ def test_a_bad_reward_is_named(project: Project, score: Any, problem: str) -> No
 
 
 def test_the_judge_of_the_world_scores_its_own_images(tmp_path: Path) -> None:
-    from sd3_light.evaluate.rewards import world_reward
-    from sd3_light.world import render_scene
-    from sd3_light.world.captions import parse_caption
-
     images = [np.asarray(render_scene(parse_caption(text), 64, 64, np.random.default_rng(3))) for text in PROMPTS]
     assert world_reward(np.stack(images), PROMPTS) == [1.0, 1.0, 1.0]
     others = world_reward(np.stack(images), [*PROMPTS[1:], PROMPTS[0]])
     assert max(others) <= 0.5
-    from sd3_light.evaluate.rewards import open_reward, scores
-    from tests.judge_folders import write_clip, write_vision
-
     score = open_reward(write_clip(tmp_path / "clip"), torch.device("cpu"))
     images = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
     values = scores(score, images, ["a red circle", "a blue star", "a red circle"])
@@ -240,8 +234,6 @@ def test_faults_name_what_contradicts_rewards(project: Project) -> None:
 
 
 def test_check_names_what_is_missing_and_states_images_memory_and_time(project: Project) -> None:
-    from sd3_light.check import verb as check
-
     def faults(*keys: str) -> str:
         with pytest.raises(ConfigFaults) as caught:
             check.load(project.train_toml, [*KEYS, *keys])
@@ -263,7 +255,6 @@ def test_check_names_what_is_missing_and_states_images_memory_and_time(project: 
     check.load(project.train_toml, [*KEYS, 'reward.score="world"'])
     plain = check.run(project.load(*KEYS))
     lines = plain.drawing
-    assert lines is not None
     assert lines.startswith("6 images of 64x64 every 3 steps in 2 sampler steps, ")
     assert "each trains 1 times" in lines
     weights = 4 * sum(plain.setup.cost.layer_parameters)
@@ -276,8 +267,6 @@ def test_check_names_what_is_missing_and_states_images_memory_and_time(project: 
 
 
 def test_the_report_charts_rewards(project: Project) -> None:
-
-    from sd3_light.report.run_page import write_run_page
 
     run(project, "adapter.rank=2")
     write_run_page(project.run, project.folder / "report.html")

@@ -38,9 +38,7 @@ def test_samples_are_drawn_at_chosen_steps(project: Project, key: str, steps: li
     assert drawn_at(project, key) == steps
 
 
-def test_a_card_shows_the_newest_samples_up_to_its_step_as_a_small_image(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_card_shows_the_newest_samples_as_a_small_image(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "samples").mkdir()
     for step, side in ((2, 40), (4, 4000), (6, 60)):
         Image.new("RGB", (side, side // 2)).save(tmp_path / "samples" / f"step-{step:08d}.png")

@@ -99,6 +99,14 @@ def test_another_shift_is_named(tuning: Project, capfd: pytest.CaptureFixture[st
     train.run(tuning.load("max_steps=1", "model.shift=1.0"))
     assert f"shift: {line}" in capfd.readouterr().err.splitlines()
     assert exported(tuning, 1)[0]["shift"] == 1.0
+    write_dataset(tuning.folder / "held_out", 4, seed=2)
+    (tuning.folder / "eval.toml").write_text('size_buckets = [[64, 64]]\n[[directory]]\npath = "held_out"\n')
+    keys = ("eval_datasets=['eval.toml']", "eval_micro_batch_size_per_gpu=8")
+    tuning.build_cache(*keys)
+    losses = evaluate.validation_losses(tuning.load(*keys), tuning.model, Launch())
+    given = evaluate.validation_losses(tuning.load(*keys, "model.shift=3.0"), tuning.model, Launch())
+    other = evaluate.validation_losses(tuning.load(*keys, "model.shift=1.0"), tuning.model, Launch())
+    assert losses == given != other
 
 
 def test_a_resumed_run_keeps_its_values(tuning: Project, capfd: pytest.CaptureFixture[str]) -> None:
@@ -123,14 +131,3 @@ def test_a_resumed_run_keeps_its_kind_of_shift(tuning: Project, key: str, capfd:
     train.run(tuning.load("max_steps=4"), resume=Resume())
     assert f"using the checkpoint's model.{key} = true: a run keeps the values" in capfd.readouterr().err
     assert tuning.losses() == whole.losses()
-
-
-def test_validation_of_a_model_uses_the_same_shift(tuning: Project) -> None:
-    write_dataset(tuning.folder / "held_out", 4, seed=2)
-    (tuning.folder / "eval.toml").write_text('size_buckets = [[64, 64]]\n[[directory]]\npath = "held_out"\n')
-    keys = ("eval_datasets=['eval.toml']", "eval_micro_batch_size_per_gpu=8")
-    tuning.build_cache(*keys)
-    losses = evaluate.validation_losses(tuning.load(*keys), tuning.model, Launch())
-    given = evaluate.validation_losses(tuning.load(*keys, "model.shift=3.0"), tuning.model, Launch())
-    other = evaluate.validation_losses(tuning.load(*keys, "model.shift=1.0"), tuning.model, Launch())
-    assert losses == given != other

@@ -87,7 +87,9 @@ def test_rows_of_the_one_cache_are_divided(divided: Project, capsys: pytest.Capt
     assert set(seen) == ids_of(divided, "train")
 
 
-def test_a_run_trains_evaluates_and_says_so(divided: Project, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_trains_evaluates_and_does_the_same_from_a_url(
+    divided: Project, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     divided.train(*EVALUATED, "ema.enable=false")
     printed = " ".join(capsys.readouterr().err.split())
     assert "validation: 2 of 40 images are held out; they are never trained on" in printed
@@ -97,6 +99,12 @@ def test_a_run_trains_evaluates_and_says_so(divided: Project, capsys: pytest.Cap
     assert best.name in ("step-00000002", "step-00000004")
     losses = validation_losses(divided.load(*EVALUATED), divided.run / "exports" / "step-00000004")
     assert losses["validation"]["flow"] == pytest.approx(evals[-1]["flow"], rel=2e-2)
+    divided.train(*EVALUATED, 'output_dir="here"')
+    url = f'cache_dir="{divided.cache.as_uri()}"'
+    divided.train(*EVALUATED, url, f'stream_cache_dir="{tmp_path / "fetched"}"', 'output_dir="there"')
+    assert divided.losses("there") == divided.losses("here")
+    here, there = ([event["flow"] for event in divided.events("eval", run)] for run in ("here", "there"))
+    assert here == there
 
 
 def test_the_validation_loss_is_that_of_a_set_of_the_same_images(divided: Project) -> None:
@@ -152,18 +160,7 @@ def test_a_copy_of_a_held_out_image_is_not_trained_on(divided: Project) -> None:
     assert ids_of(divided, "validation") == held, "two of 41 is the most"
 
 
-def test_a_cache_at_a_url_has_the_same_sides(divided: Project, tmp_path: Path) -> None:
-    divided.train(*EVALUATED, 'output_dir="here"')
-    url = f'cache_dir="{divided.cache.as_uri()}"'
-    divided.train(*EVALUATED, url, f'stream_cache_dir="{tmp_path / "fetched"}"', 'output_dir="there"')
-    assert divided.losses("there") == divided.losses("here")
-    here, there = ([event["flow"] for event in divided.events("eval", run)] for run in ("here", "there"))
-    assert here == there
-
-
-def test_sides_are_decided_once_and_return_with_a_lost_cache_or_split(
-    divided: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sides_are_decided_once_and_return_if_lost(divided: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     divided.build_cache()
     held = ids_of(divided, "validation")
     shutil.rmtree(divided.cache)
@@ -199,7 +196,7 @@ def test_a_cache_without_a_split_is_refused(project: Project) -> None:
         cache_then_train(project.load(), Launch(), CacheOptions(trust=True))
 
 
-def test_eval_sets_are_not_divided(divided: Project) -> None:
+def test_eval_sets_are_not_divided(divided: Project, capsys: pytest.CaptureFixture[str]) -> None:
     (divided.folder / "val.toml").write_text(DIVIDED, encoding="utf-8")
     with pytest.raises(ConfigFaults, match="only the training set is divided"):
         divided.load('eval_datasets=["val.toml"]')
@@ -207,9 +204,6 @@ def test_eval_sets_are_not_divided(divided: Project) -> None:
     with pytest.raises(ConfigFaults, match="the name of the part of the dataset that is held out"):
         divided.load('eval_datasets=["validation.toml"]')
     assert divided.load('eval_datasets=[{name="v", config="validation.toml"}]').evaluates
-
-
-def test_one_image_trains_without_validation(divided: Project, capsys: pytest.CaptureFixture[str]) -> None:
     for path in sorted(divided.images.glob("*.png"))[1:]:
         path.unlink()
     divided.train("max_steps=1", "eval_every_n_steps=1")

@@ -11,6 +11,7 @@ from torch import Tensor
 from sd3_light.check import verb as check
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config import SIZES, ConfigFaults
+from sd3_light.model.lora_layers import LoraModule
 from sd3_light.model.training_adapter import TrainingAdapter
 from sd3_light.train.verb import Resume
 from tests import checkpoints
@@ -123,11 +124,6 @@ def test_check_counts_it_and_names_its_faults(project: Project) -> None:
     dora: Any = {"lora_A.weight": (2, 24), "lora_B.weight": (24, 2), "lora_magnitude_vector": (24,)}
     save_file({f"{name}.{key}": torch.ones(shape) for key, shape in dora.items()}, project.folder / FILE)
     assert "is not a plain LoRA of a linear layer; merge it" in faults(*KEYS)
-
-
-def test_it_adds_its_update_and_can_be_switched_off() -> None:
-    from sd3_light.model.lora_layers import LoraModule
-
     layer = torch.nn.Sequential(torch.nn.Linear(4, 3))
     rows = torch.randn(5, 4)
     plain = layer(rows)
