@@ -62,19 +62,22 @@ class CountedCost(DenoiserCost):
         """See `DenoiserCost.counts`."""
         kind = (dtype, adapter)
         if (tokens, kind) not in self._interpolated:
-            self._interpolated[tokens, kind] = self._at(tokens, self._counted(kind))
+            self._interpolated[tokens, kind] = self._at(tokens, self._counted(kind), kind)
         return self._interpolated[tokens, kind]
 
-    def _at(self, tokens: Tokens, counted: Sequence[Counts]) -> Counts:
+    def _at(self, tokens: Tokens, counted: Sequence[Counts], kind: _Kind) -> Counts:
+        # what does not grow with tokens: matrices of an adapter's updates; of references, each sample has its own
+        has_fixed = kind[1] is not None and not self.fixed_tokens
         linear = counted[: len(_LINEAR)]
         at = partial(_on_plane, tokens)
         names = ("input_flops", "features", "target", "before", "after")
         numbers = {name: at([getattr(counts, name) for counts in linear]) for name in names}
         kinds = []
-        for kind in range(len(counted[0].blocks)):
-            sizes = [astuple(counts.blocks[kind]) for counts in linear]
+        for number in range(len(counted[0].blocks)):
+            sizes = [astuple(counts.blocks[number]) for counts in linear]
             inputs, saved, selective, _ = map(at, zip(*sizes, strict=True))
-            fixed = max(0, _on_plane(Tokens(0, 0), [counts.blocks[kind].saved for counts in linear]))
+            at_none = _on_plane(Tokens(0, 0), [counts.blocks[number].saved for counts in linear])
+            fixed = max(0, at_none) if has_fixed else 0
             kinds.append(BlockBytes(inputs, saved - fixed, selective, fixed))
         more = self.fixed_tokens
         shares = [
