@@ -661,6 +661,7 @@ def test_similar_images_are_dropped_on_request_and_shown_in_pairs(
     assert report.counts["pictures"] == report.counts["used"] == NUM_IMAGES
     assert (report.counts["duplicates dropped"], report.counts["similar dropped"]) == (1, 1)
     log = capsys.readouterr().err
+    assert "1 images have the same bytes as an earlier one: they are left out" in log
     assert "1 images are similar to an earlier one: they are left out; see" in log
     assert f"comparing images {NUM_IMAGES + 2}/{NUM_IMAGES + 2}" in log
     assert count_samples(fresh_project.load().dataset, 0).samples == NUM_IMAGES  # from the catalogue

@@ -157,6 +157,15 @@ def test_key_paths_reach_into_lists(only_fault: OnlyFault, tables: str, key: str
     assert only_fault(tables=tables).key == key
 
 
+def test_missing_tables_and_keys(files: Any) -> None:
+    files.write()
+    files.train_path.write_text("max_steps = 1\nsave_every_n_steps = 1\n")
+    with pytest.raises(ConfigFaults) as caught:
+        load_config(files.train_path)
+    assert {fault.key for fault in caught.value.faults} == {"output_dir", "dataset", "model"}
+    assert {fault.problem for fault in caught.value.faults} == {"is required and missing"}
+
+
 def test_syntax_error_names_the_line(files: Any) -> None:
     files.write(dataset="resolutions = [256]\n\npath = = 3\n")
     with pytest.raises(ConfigFaults) as caught:

@@ -121,6 +121,12 @@ def test_both_spellings_of_prefetch(files: Any, key: str) -> None:
     assert overridden.train.dataloader_prefetch_per_worker == 4
 
 
+def test_byte_order_mark_is_accepted(files: Any) -> None:
+    path = files.write()
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert load_config(path).train.max_steps == 10
+
+
 def test_frozen(everything: LoadedConfig) -> None:
     with pytest.raises(ValidationError):
         everything.train.seed = 1  # type: ignore[misc]

@@ -14,6 +14,7 @@ import pytest
 from sd3_light.checkpoint.lock import is_locked
 from sd3_light.checkpoint.requests import SAVE_QUIT
 from sd3_light.config.faults import UserError
+from sd3_light.runlog import CONSOLE
 from sd3_light.system import process_start, state_folder
 from sd3_light.ui import job_process, run_queue, user_state
 from sd3_light.ui.folders import Folders
@@ -487,3 +488,10 @@ def test_a_server_leaves_the_runs_of_other_folders_to_their_server(machine: Mach
     assert "as soon as a server of its folder runs" in queue_page(Folders(other.roots), other)
     machine.go(0)
     assert machine.wait_for(queue, 1, DONE)
+
+
+def test_a_link_in_the_place_of_a_console_is_not_shown(machine: Machine, tmp_path: Path) -> None:
+    (tmp_path / "private").write_text("secret")
+    machine.run().mkdir()
+    (machine.run() / CONSOLE).symlink_to(tmp_path / "private")
+    assert machine.queue().console(machine.run()) == ""
