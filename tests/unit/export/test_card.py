@@ -113,6 +113,14 @@ def test_the_table_shows_data_steps_sizes_and_scores(tmp_path: Path) -> None:
         assert row in text.splitlines()
 
 
+@pytest.mark.parametrize(("uncond", "named"), [("empty", "the empty prompt"), ("zero", "zeros")])
+def test_the_unconditional_input_is_named(tmp_path: Path, uncond: str, named: str) -> None:
+    text = " ".join(card(tmp_path, text_tokens="real", uncond_text=uncond).split())
+    assert f"unconditional input of guidance was {named}. " in text
+    note = "unconditional input of training was zeros, not the empty prompt"
+    assert (note in " ".join(card(tmp_path, uncond_text=uncond).split())) == (uncond == "zero")
+
+
 def test_a_card_has_the_size_of_the_data_and_not_its_captions(cached_project: Project) -> None:
     facts = _cache_facts(cached_project.cache)
     assert facts["images"] == "40"

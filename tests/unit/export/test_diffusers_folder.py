@@ -130,6 +130,24 @@ def test_weights_that_do_not_match_the_model_are_named_and_nothing_is_replaced(
     assert [path.name for path in out.iterdir()] == ["precious"]
 
 
+def test_an_export_that_fails_its_proof_is_not_published(
+    tmp_path: Path, demo_parts: Path, state: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "precious").write_text("an earlier export")
+
+    def fail(folder: Path, *_: object) -> dict[str, Any]:
+        assert (folder / "model_index.json").is_file(), "the folder is complete when it is proven"
+        raise ProofError("not the same")
+
+    monkeypatch.setattr(folder_module, "prove", fail)
+    with pytest.raises(ProofError):
+        write_folder(out, state, spec(demo_parts))
+    assert (out / "precious").is_file()
+    assert os.listdir(tmp_path) == ["out"], "nothing half-written remains"
+
+
 # --- written files -----------------------------------------------------------------------------
 
 

@@ -283,6 +283,14 @@ def test_prompts_missing_from_the_cache_are_encoded_once_at_the_start(
     assert not (cached_project.cache / "prompts").exists()
 
 
+def test_a_cut_prompt_is_named_by_the_run_that_encodes_it(
+    cached_project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sampler(cached_project, *overrides(), f'sampling.prompts=["a star", "{"a red star " * 12}"]')
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "is cut" in line]
+    assert line.startswith("train: warning: the prompt 'a red star a red")
+
+
 @pytest.mark.usefixtures("no_encoders")
 def test_the_grid_is_a_png_with_metadata(caches: dict[str, Project], tmp_path: Path) -> None:
     drawing = sampler(caches["padded"], *overrides())

@@ -592,6 +592,16 @@ def test_a_wrong_clock_is_named(
     assert text in str(of_head.value)
 
 
+def test_a_wrong_clock_is_named_by_the_code_of_the_store() -> None:
+    cause = OSError("skewed")
+    cause.response = {"Error": {"Code": "RequestTimeTooSkewed"}}  # type: ignore[attr-defined]
+    with (
+        pytest.raises(protocols.RemoteForbidden, match=r"the clock of this machine is wrong, .*; set the clock$"),
+        protocols.remote_errors("s3://bucket/any"),
+    ):
+        raise OSError(5, "Input/output error") from cause
+
+
 PORTAL = b"\n <!DOCTYPE html><html><body>Please log in</body></html>"
 
 
