@@ -32,6 +32,8 @@ def test_pieces_hold_the_samples_in_order_and_no_padding_of_others(pieces: int) 
 def test_placeholders_have_a_size_only_and_padding_adds_rows_of_zeros() -> None:
     assert Batch(6).split(2) == [Batch(3), Batch(3)]
     assert Batch(6).tensors() == []
+    with pytest.raises(AssertionError):
+        batch().split(4)
     padded = batch().padded_to("prompt", 7)
     assert torch.equal(padded["prompt"][:, :5], batch()["prompt"])
     assert not padded["prompt"][:, 5:].any()

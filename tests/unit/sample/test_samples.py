@@ -268,9 +268,12 @@ def test_prompts_missing_from_the_cache_are_encoded_once_at_the_start(
         loaded.append(name)
         return load(self, name)
 
+    close = FrozenParts.close
     monkeypatch.setattr(FrozenParts, "part", part)
+    monkeypatch.setattr(FrozenParts, "close", lambda self: loaded.append("closed") or close(self))
     drawing = sampler(cached_project, *overrides())
-    assert [name for at, name in enumerate(loaded) if loaded[at - 1 : at] != [name]] == ["clip_l", "clip_g", "t5"]
+    one_by_one = ["clip_l", "closed", "clip_g", "closed", "t5", "closed"]
+    assert [name for at, name in enumerate(loaded) if loaded[at - 1 : at] != [name]] == one_by_one
     assert "not in the cache, encoding now: 3 prompts" in capsys.readouterr().err
     cached = sampler(caches["padded"], *overrides())
     for prompt in PROMPTS:

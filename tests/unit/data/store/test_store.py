@@ -632,6 +632,13 @@ def test_no_credentials_and_a_wrong_endpoint(s3: ObjectStore, monkeypatch: pytes
     assert "AWS_ENDPOINT_URL or FSSPEC_S3_ENDPOINT_URL" in text
 
 
+@pytest.mark.usefixtures("quick")
+def test_a_forbidden_web_page() -> None:
+    refuses = type("Refuses", (SimpleHTTPRequestHandler,), {"do_GET": lambda self: self.send_error(403)})
+    with web_server(refuses) as web:
+        assert re.match(r"cannot read http://127.0.0.1:\d+/x/manifest.json \(403", error_of(f"{web}/x"))
+
+
 def test_an_unsupported_protocol(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert protocol_problem("file:///folder") is None
     assert "fsspec does not support the protocol 's4'" in str(protocol_problem("s4://bucket/x"))
