@@ -418,6 +418,11 @@ def test_trust_ignores_the_sources_and_rejects_another_encoder_or_text_length(
         project.build_cache(f'model.diffusers_path="{model}"', trust=True)
 
 
+def test_trust_builds_a_missing_cache(fresh_project: Project) -> None:
+    (report,) = fresh_project.build_cache(trust=True)
+    assert report.encoded == NUM_IMAGES
+
+
 def test_a_damaged_shard_is_found_in_a_trusted_cache_and_the_suggested_command_repairs_it(project: Project) -> None:
     before = contents(project)
     path = project.cache / "shards" / shard_files(project)[0]

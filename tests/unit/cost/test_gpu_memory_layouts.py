@@ -145,5 +145,13 @@ def test_every_process_with_a_part_writes_checkpoints() -> None:
     assert checkpoint_copy_bytes(pipes).value == 16 * pipes.parameters, "of the larger stage"
 
 
+def test_stages_of_an_adapter_are_balanced_by_its_weights() -> None:
+    adapter = (0, *[100] * 15, 0)
+    setup = replace(LIGHT, adapter=adapter, stages=2)
+    assert setup.layer_bounds in ((0, 8, 17), (0, 9, 17))
+    assert sum(replace(setup, stage=stage).trained_parameters for stage in range(2)) == 1500
+    assert setup.frozen_bytes == 2 * setup.parameters
+
+
 def test_bucket_sizes_match_the_engine() -> None:
     assert (4 * BUCKET, 4 * MAX_LIVE) == (ZERO_BUCKET_BYTES, ZERO3_LIVE_BYTES)

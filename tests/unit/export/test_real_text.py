@@ -201,6 +201,11 @@ def test_several_images_per_prompt_and_no_guidance(real: Any) -> None:
     assert len(real._text_lengths) == 2
 
 
+def test_a_negative_prompt_changes_the_image(real: Any) -> None:
+    guided = real(PROMPTS[0], negative_prompt="a blue square", generator=seeded(0), **SETTINGS).images[0]
+    assert distance(guided, real(PROMPTS[0], generator=seeded(0), **SETTINGS).images[0]) > 1
+
+
 def test_without_t5_its_tokens_are_left_out(exports: dict[tuple[str, str], Path], real: Any) -> None:
     pipe = RealTextPipeline.from_pretrained(
         exports["real", "empty"], text_encoder_3=None, dtype=torch.float32, local_files_only=True

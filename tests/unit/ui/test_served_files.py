@@ -95,6 +95,8 @@ def test_no_link_is_followed(root: Path, tmp_path: Path, link: str) -> None:
         ServedFiles([root]).read_config(path)
     with pytest.raises(UserError, match="is a link"):
         ServedFiles([root]).save_config(path, "x", served_files._version(b"secret\n"))
+    with pytest.raises(UserError, match="is a link"):
+        ServedFiles([root]).replace(path, b"secret\n", b"x")
     with pytest.raises(UserError, match=r"is a link|exists"):
         ServedFiles([root]).create(path, b"x")
     with pytest.raises(UserError, match="is a link"):
