@@ -194,6 +194,12 @@ def test_a_replaced_checkpoint_is_restored_if_the_rename_fails(tmp_path: Path, m
     assert value_of(earlier) == 1
 
 
+def test_a_leftover_of_an_earlier_replacement_does_not_matter(tmp_path: Path) -> None:
+    shutil.copytree(save(tmp_path, 1, 1), tmp_path / ".step-00000001.old")
+    assert value_of(save(tmp_path, 1, 2)) == 2
+    assert names(tmp_path) == ["step-00000001"]
+
+
 class Killed(BaseException):
     """Raised in place of a kill; a BaseException, so no handler catches it."""
 

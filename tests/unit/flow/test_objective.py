@@ -92,13 +92,6 @@ def test_pseudo_huber_is_exact(c: float) -> None:
     np.testing.assert_allclose(losses, [float(value) for value in exact], rtol=1e-6)
 
 
-def test_a_mask_holds_for_every_frame() -> None:
-    predicted, target = normal(2, 4, 3, 2, 6, seed=1), normal(2, 4, 3, 2, 6, seed=2)
-    mask = torch.tensor([[[0.0, 1, 1, 0, 0, 0], [1, 0, 0, 0, 0, 1]]] * 2)
-    each = [flow_loss(predicted[:, :, at], target[:, :, at], mask) for at in range(3)]
-    torch.testing.assert_close(flow_loss(predicted, target, mask), torch.stack(each).mean(0))
-
-
 def test_text_reconstruction_has_gradients_for_the_text_only() -> None:
     text, target = normal(3, 4, 8, seed=1).requires_grad_(), normal(3, 4, 8, seed=2).requires_grad_()
     loss = text_reconstruction_loss(text, target)
