@@ -109,6 +109,14 @@ def test_another_shift_is_named(tuning: Project, capfd: pytest.CaptureFixture[st
     assert losses == given != other
 
 
+def test_a_dynamic_scheduler_is_exported_as_it_is(tuning: Project) -> None:
+    set_scheduler(tuning.model, use_dynamic_shifting=True, base_shift=0.25)
+    train.run(tuning.load("max_steps=1"))
+    scheduler, _ = exported(tuning, 1)
+    assert (scheduler["use_dynamic_shifting"], scheduler["base_shift"], scheduler["shift"]) == (True, 0.25, 3.0)
+    assert "shift" not in model_table(tuning)
+
+
 def test_a_resumed_run_keeps_its_values(tuning: Project, capfd: pytest.CaptureFixture[str]) -> None:
     train.run(tuning.load("max_steps=1"))
     set_scheduler(tuning.model, shift=5.0)
