@@ -84,6 +84,13 @@ def test_a_run_resumes_with_the_same_bits(aligned: Project, table: str) -> None:
     assert terms(aligned)[3] > 0 == terms(aligned)[4]
 
 
+def test_a_cache_in_memory_gives_the_same_losses(aligned: Project) -> None:
+    term = (FLOW, "objective.alignment={}")
+    aligned.train(*term)
+    aligned.train(*term, 'output_dir="resident"', 'cache_residence="host"')
+    assert terms(aligned, "resident") == terms(aligned)
+
+
 def test_tokens_that_skip_the_block_are_left_out(aligned: Project) -> None:
     routing = "model.routing={share=0.5, first_block=2, last_block=3}"
     aligned.train(FLOW, "objective.alignment={block=2}", "model.num_layers=4", routing)

@@ -251,6 +251,14 @@ def test_an_export_is_proven_with_a_reference_and_draws_with_one(project: Projec
         generate(pipe, [replace(requests[0], references=tuple(paths[:2]))], policy)
 
 
+def test_held_out_pairs_are_evaluated_with_their_references(project: Project, unproven: None) -> None:
+    project.data(DATA.replace("[[directory]]", "validation = true\n\n[[directory]]"))
+    project.train("eval_every_n_steps=2")
+    evaluated = project.events("eval")
+    assert {event["step"] for event in evaluated} == {2, 4}
+    assert all(np.isfinite(event["flow"]) for event in evaluated)
+
+
 def test_sample_grids_see_the_reference_of_each_image(project: Project, unproven: None) -> None:
     """The images of a run's weights are those of its export, also two sizes beside one without a reference."""
     before = project.folder / "pairs" / BEFORE
