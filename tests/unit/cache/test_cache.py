@@ -373,6 +373,16 @@ def test_small_buckets_are_reported_by_occurrences(project: Project) -> None:
     assert report.small_buckets == {}
 
 
+def test_a_truncated_shard_and_one_of_a_killed_prune_are_encoded_again(project: Project) -> None:
+    """A prune may be killed between the side files of a shard and the shard."""
+    before = contents(project)
+    shards = [project.cache / "shards" / file for file in shard_files(project)]
+    shards[3].write_bytes(b"short")
+    shards[4].with_suffix(".json").unlink()
+    project.build_cache()
+    assert contents(project) == before
+
+
 # --- trust -------------------------------------------------------------------------------------
 
 
