@@ -22,6 +22,7 @@ from sd3_light.cache.shard_builder import ShardBuilder
 from sd3_light.cache.verb import make_recipe
 from sd3_light.check.count import count_samples
 from sd3_light.check.verb import disk_faults
+from sd3_light.config import ConfigFaults
 from sd3_light.config.faults import UserError
 from sd3_light.data import manifest as manifest_module
 from sd3_light.data.cache_plan import make_cache_plan
@@ -34,6 +35,7 @@ from sd3_light.engines import Launch
 from sd3_light.engines.feed import make_order, open_cache
 from sd3_light.families.sd3.encoders import FrozenParts
 from sd3_light.families.sd3.prepare import LightSD3Pipeline
+from sd3_light.journeys import build_caches
 from sd3_light.report.inspect import verb as inspect
 from sd3_light.report.inspect.cache_page import write_cache_page
 from sd3_light.sources import catalogue
@@ -618,6 +620,13 @@ def test_repeats_tags_and_prefix_are_applied(fresh_project: Project) -> None:
     assert min(occurrences.values()) >= 2
     texts = {t5.view(torch.uint8).numpy().tobytes() for batch in batches for t5 in batch["t5"]}
     assert len(texts) > 4, "samples appear with several of their shuffles"
+
+
+def test_a_missing_folder_is_reported_before_anything_is_encoded(fresh_project: Project) -> None:
+    fresh_project.data('resolutions = [64]\n[[directory]]\npath = "nowhere"\n')
+    with pytest.raises(ConfigFaults, match="nowhere"):
+        build_caches(fresh_project.load(), Launch())
+    assert not fresh_project.cache.exists()
 
 
 @pytest.mark.parametrize(
