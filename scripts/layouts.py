@@ -67,7 +67,7 @@ def setup_of(layout: str, size: ModelSize, tokens: Tokens, batch: int) -> Traini
         checkpointing=True,
         fast=cost.why_stock(config, Layout(GPUS, zero is not None)) is None,
         accumulation=4 * stages if stages > 1 else 1,
-        world=GPUS,
+        world_size=GPUS,
         parallel=parallel,
         deepspeed=zero is not None,
         zero=zero or 0,
@@ -130,7 +130,7 @@ def traffic_rows() -> list[str]:
             assert seconds is not None
             cells = []
             for gpus in SCALES:
-                sent = sent_per_step(replace(alone, world=gpus)).value
+                sent = sent_per_step(replace(alone, world_size=gpus)).value
                 if layout == "FSDP2":
                     sent = round(sent * filled_share(size, gpus))
                 cells.append(f"{format_bytes(sent)}, {needed_bandwidth(sent, seconds) / 1e9:,.0f}")

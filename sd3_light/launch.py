@@ -17,21 +17,21 @@ class Launch:
 
     rank: int = 0
     local_rank: int = 0
-    world: int = 1
+    world_size: int = 1
     neighbours: int = 0
 
     @property
-    def local_world(self) -> int:
+    def local_world_size(self) -> int:
         """Number of processes that share this machine."""
-        if self.world == 1:
+        if self.world_size == 1:
             return 1 + self.neighbours
         size = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")  # torchrun's, DeepSpeed's
-        return min(self.world, int(size or self.world))
+        return min(self.world_size, int(size or self.world_size))
 
     @property
     def spans_machines(self) -> bool:
         """Whether there are processes on other machines. Not for a `data_launch`, whose world may be one machine's."""
-        return self.local_world < self.world
+        return self.local_world_size < self.world_size
 
     @property
     def is_main(self) -> bool:
@@ -40,8 +40,8 @@ class Launch:
 
     def data_launch(self, stages: int = 1) -> "Launch":
         """Return rank and world for data loading: the stages of one pipeline count as one and read the same data."""
-        replicas = self.world // stages
-        return replace(self, rank=self.rank % replicas, world=replicas)
+        replicas = self.world_size // stages
+        return replace(self, rank=self.rank % replicas, world_size=replicas)
 
     def reads_data(self, stages: int = 1) -> bool:
         """Whether this process needs micro-batches.
@@ -53,7 +53,7 @@ class Launch:
 
     def stage(self, stages: int) -> int:
         """Return the pipeline stage of this process: the first ranks of all pipelines, then the second ranks, ..."""
-        return self.rank // (self.world // stages)
+        return self.rank // (self.world_size // stages)
 
     @staticmethod
     def detect(local_rank: int | None = None) -> "Launch":
@@ -68,7 +68,7 @@ class Launch:
         variables = {name: os.environ.get(name, "") for name in names}
         if all(map(str.isdecimal, variables.values())):
             launch = Launch(*map(int, variables.values()))
-            if max(launch.rank, launch.local_rank) < launch.world:
+            if max(launch.rank, launch.local_rank) < launch.world_size:
                 return launch
         listed = ", ".join(f"{name}={value!r}" for name, value in variables.items())
         raise UserError(

@@ -83,7 +83,7 @@ class DatasetBuild:
         """Return the folder in which a cache is built, for a URL that of its local mirror."""
         if isinstance(location, Path):
             return location
-        if self._launch.world > 1:
+        if self._launch.world_size > 1:
             raise UserError(f"cache_dir: {location} is built by one process, or by several with --part I/N each")
         folder = self._train.stream_cache_dir or private_temp_folder(location)
         return folder / work_name(location, self._options.part)
@@ -95,7 +95,7 @@ class DatasetBuild:
         with Claims(folder / "claims") as claims:
             shards.mkdir(parents=True, exist_ok=True)
             recipe = make_recipe(self._train.model, folder / "parts.json")
-            catalogue = Catalogue(folder, claims, (self._launch.rank, self._launch.world))
+            catalogue = Catalogue(folder, claims, (self._launch.rank, self._launch.world_size))
             listings = self._list_inputs(title, catalogue, dataset)
             rows = CatalogueRows(catalogue, listings)
             if self._options.part is None:
@@ -142,7 +142,7 @@ class DatasetBuild:
         if self._options.prune and self._launch.is_main:
             _prune(state, place)
         # evaluation fills up its last batches and drops nothing
-        small = {} if name else small_buckets(plan.units, dataset, self._train, self._launch.world)
+        small = {} if name else small_buckets(plan.units, dataset, self._train, self._launch.world_size)
         report = replace(report, counts=counts, small_buckets=small)
         log_report(title, report, self._train.small_buckets, str(dataset.cache_dir))
         return report
@@ -192,7 +192,7 @@ class DatasetBuild:
     ) -> tuple[CacheState, ReuseIndex | None]:
         """Return the state of the cache, and what its missing shards copy from those of the last manifest."""
         if self._options.verify:
-            _verify(place, self._in_part(plan.units)[self._launch.rank :: self._launch.world])
+            _verify(place, self._in_part(plan.units)[self._launch.rank :: self._launch.world_size])
         last = last_manifest(place.folder)
         if last is not None:
             place.fetch_tables(entry.file for entry in replaced_entries(last[0], plan))
@@ -249,7 +249,7 @@ class DatasetBuild:
         with progress(title, total, "images", done=reused) as bar:
             built = self._builder.build(job, units, bar)
         if units:
-            share = " by this process" if self._launch.world > 1 else ""
+            share = " by this process" if self._launch.world_size > 1 else ""
             info(f"{title}: {describe_values(built.values)}{share}")
         return built
 

@@ -100,7 +100,7 @@ class LocalBuilder:
         """Build the units together with other processes. Return what this process built."""
         old = OldShards(job.place.location, self._train.stream_cache_dir, int(self._train.stream_cache_gb * 1e9))
         builder = ShardBuilder(job, self.encoders, old, bar, self._train)
-        builder.build(units, (self._launch.rank, self._launch.world))
+        builder.build(units, (self._launch.rank, self._launch.world_size))
         return builder.built
 
     def call(

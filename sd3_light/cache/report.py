@@ -60,14 +60,14 @@ class CacheReport:
     missing: int = 0
 
 
-def small_buckets(units: Sequence[Unit], dataset: DatasetConfig, train: TrainConfig, world: int) -> dict[str, int]:
+def small_buckets(units: Sequence[Unit], dataset: DatasetConfig, train: TrainConfig, world_size: int) -> dict[str, int]:
     """Return the sample counts of buckets with fewer occurrences per epoch than one global batch."""
     repeats = {source.label: source.directory.num_repeats for source in make_sources(dataset.directories)}
     buckets: dict[tuple[tuple[int, int], str], list[Segment]] = {}
     for unit in units:
         segments = buckets.setdefault((unit.resolution, str(unit.bucket)), [])
         segments.append(Segment(unit.count, repeats[unit.label]))
-    step = train.gradient_accumulation_steps * world
+    step = train.gradient_accumulation_steps * world_size
     small = {}
     for (size, bucket), segments in buckets.items():
         batch = batch_size_for(train.micro_batch_size_per_gpu, size) * step

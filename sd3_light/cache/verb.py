@@ -40,7 +40,7 @@ def _open_builder(train: TrainConfig, launch: Launch, options: CacheOptions) -> 
     """Return what encodes: this process, or the Ray cluster of the options."""
     if options.ray is None:
         return LocalBuilder(train, launch)
-    if launch.world > 1:
+    if launch.world_size > 1:
         raise UserError("--ray starts its own processes; run it without torchrun or another launcher")
     try:
         from sd3_light.cache.ray_builder import RayBuilder

@@ -70,7 +70,7 @@ def resources(train: TrainConfig, estimate: RunEstimate, target: Target) -> list
     else:
         lines.append(("GPU memory", _gpu_memory(estimate, target.gpu)))
         lines.append(("time", work(train, estimate).time_on(target.gpu)))
-        if estimate.setup.world > 1:
+        if estimate.setup.world_size > 1:
             lines.append(("network", _network(train, estimate, target.gpu)))
     lines += [*_disk(train, estimate, target), ("host memory", _host_memory(estimate, target))]
     lines.append(("cache residence", _residence(estimate, target)))
@@ -118,10 +118,10 @@ def _gpu_memory(estimate: RunEstimate, gpu: Gpu | None) -> str:
     if needed <= gpu.total_bytes:
         return f"fits: {format_bytes(needed)} of the {format_bytes(gpu.total_bytes)} of {gpu.name}, estimated"
     setup = estimate.setup
-    can_release = setup.adapter is None and setup.world == 1 and not setup.release
+    can_release = setup.adapter is None and setup.world_size == 1 and not setup.release
     release = " and gradient_release = true (docs/reference/training.md, section 5)" if can_release else ""
     last = "write swap_blocks = 'all'" if setup.adapter is not None else "shard with parallel = 'fsdp2'"
-    if setup.adapter is None and setup.world == 1 and not setup.swapped:
+    if setup.adapter is None and setup.world_size == 1 and not setup.swapped:
         last = f"write swap_blocks = 'all'{' beside it' if can_release else ''}, or {last} on several GPUs"
     remedy = f"lower micro_batch_size_per_gpu, write activation_checkpointing = true{release}, or {last}"
     return f"{DOES_NOT_FIT}: {format_bytes(needed)}, {gpu.name} has {format_bytes(gpu.total_bytes)}; {remedy}"
@@ -135,7 +135,7 @@ def work(train: TrainConfig, estimate: RunEstimate) -> Work:
         estimate.total_steps * setup.accumulation,
         measured_blocks(setup.block_kind, setup.adapter is not None, train.fp8),
         setup.cost.num_blocks,
-        setup.world,
+        setup.world_size,
         setup.graphs,
         setup.cost.text.at_most,
     )
@@ -222,7 +222,7 @@ def _host_memory(estimate: RunEstimate, target: Target) -> str:
     needed = estimate.host.value
     free = available_memory()
     text = f"{format_bytes(needed)} per process, without interpreters"
-    if free is None or estimate.setup.world > 1 or target.elsewhere:
+    if free is None or estimate.setup.world_size > 1 or target.elsewhere:
         return text
     verdict = _verdict(needed, free)
     remedy = "" if verdict != DOES_NOT_FIT else "; write cache_residence = 'stream', or lower num_dataloader_workers"
@@ -253,7 +253,7 @@ def _auto(estimate: RunEstimate, target: Target) -> str:
     gpu = None if target.gpu is None else target.gpu.total_bytes
     if gpu is None and not target.on_cpu:
         return "auto, by the memory of the GPUs when training starts"
-    room = Room(gpu, estimate.gpu.total, None if target.elsewhere else available_memory(), setup.world)
+    room = Room(gpu, estimate.gpu.total, None if target.elsewhere else available_memory(), setup.world_size)
     epochs = estimate.total_steps / max(1, data.steps)
     why_not_device = FROM_HOST if setup.stages > 1 else None
     choice = choose_residence(data.cache.value, [room], epochs, not isinstance(data.cache_dir, Path), why_not_device)

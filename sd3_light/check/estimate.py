@@ -132,7 +132,7 @@ def estimate_run(loaded: LoadedConfig, start: WeightsStart, layout: Layout) -> R
     """Scan the data and estimate a run of a config without disk faults."""
     train = loaded.train
     family = family_of(train.model)
-    assert layout.world % train.pipeline_stages == 0, "only whole pipelines train"
+    assert layout.world_size % train.pipeline_stages == 0, "only whole pipelines train"
     layout = layout._replace(by_deepspeed=layout.by_deepspeed or train.pipeline_stages > 1)
     cost = family.cost(start, train.model)
     estimator = Estimator(train, cost, layout, train.gradient_accumulation_steps)
@@ -204,7 +204,7 @@ class Estimator:
     @property
     def replicas(self) -> int:
         """Data-parallel replicas; the processes of one pipeline count as one."""
-        return self.layout.world // self.train.pipeline_stages
+        return self.layout.world_size // self.train.pipeline_stages
 
     def run(
         self, path: Path, start: WeightsStart, data: DatasetEstimate, evals: Sequence[DatasetEstimate] = ()

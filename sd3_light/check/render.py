@@ -75,7 +75,7 @@ def _lines(estimate: RunEstimate, on_cpu: bool) -> list[tuple[str, str, str]]:
         *((fact.name, fact.value, fact.meaning) for fact in estimate.facts),
         ("text tokens", f"{text.most}", text.formula),
         ("image tokens", _span(images), f"width/{cost.token_side}·height/{cost.token_side}, by bucket"),
-        ("processes", f"{setup.world:,}", layout_text(setup)),
+        ("processes", f"{setup.world_size:,}", layout_text(setup)),
         *([] if on_cpu else [("blocks on GPUs", *blocks)]),
         ("samples per step", _span(batches), batch),
         ("steps per epoch", f"{data.steps:,}", "sum over buckets of samples·repeats / samples per step"),
@@ -87,7 +87,7 @@ def _lines(estimate: RunEstimate, on_cpu: bool) -> list[tuple[str, str, str]]:
     if costliest is not None:
         flops = costliest.step_flops
         lines.append(("FLOPs per step", format_flops(flops.value), f"{costliest.bucket}: {flops.formula}"))
-    if setup.world > 1:
+    if setup.world_size > 1:
         sent = sent_per_step(setup)
         lines.append(("sent per GPU and step", format_bytes(sent.value), sent.formula))
     lines.append(("FLOPs, all steps", format_flops(estimate.run_flops.value), estimate.run_flops.formula))
@@ -111,7 +111,7 @@ def _lines(estimate: RunEstimate, on_cpu: bool) -> list[tuple[str, str, str]]:
 def layout_text(setup: TrainingSetup) -> str:
     """Describe engine and layout, with the options of the command line."""
     if not setup.deepspeed:
-        if setup.world == 1:
+        if setup.world_size == 1:
             return "torch engine; see other launches with --processes N and --deepspeed"
         sharding = "weights and state sharded over all GPUs" if setup.shards > 1 else "all weights on every GPU"
         return f'torch engine, parallel = "{setup.parallel}": {sharding}'

@@ -53,7 +53,7 @@ def run_setup(train: TrainConfig, cost: Cost, layout: Layout, plan: BatchPlan, c
         compute_dtype=train.model.transformer_dtype,
         accumulation=plan.accumulation,
         optimizer=train.optimizer.type,
-        world=layout.world,
+        world_size=layout.world_size,
         parallel=train.parallel,
         evaluates=train.has_evaluations or draws_samples or terms.teacher == "average",
         other_models=4 * sum(count for _, count in vae) + _other_bytes(train, cost),

@@ -98,20 +98,20 @@ def require(loaded: LoadedConfig, caching: bool = False) -> WeightsStart:
     return start
 
 
-def run(loaded: LoadedConfig, world: int | None = None, by_deepspeed: bool = False) -> RunEstimate:
+def run(loaded: LoadedConfig, world_size: int | None = None, by_deepspeed: bool = False) -> RunEstimate:
     """Estimate a run on ``world`` GPUs (None: as few as possible), with DeepSpeed if requested or needed.
 
     Raises `ConfigFaults` if the run cannot start or has no data.
     """
     start = require(loaded)
     stages = loaded.train.pipeline_stages
-    world = world or stages
+    world_size = world_size or stages
     by_deepspeed = by_deepspeed or stages > 1
-    if by_deepspeed and (problem := deepspeed_problem(loaded.train, world)):
+    if by_deepspeed and (problem := deepspeed_problem(loaded.train, world_size)):
         raise UserError(problem)
-    if problem := one_process_problem(loaded.train, world, by_deepspeed):
+    if problem := one_process_problem(loaded.train, world_size, by_deepspeed):
         raise UserError(problem)
-    estimate = estimate_run(loaded, start, Layout(world, by_deepspeed))
+    estimate = estimate_run(loaded, start, Layout(world_size, by_deepspeed))
     if loaded.train.fp8 and (reason := estimate.why_stock or estimate.setup.cost.why_no_fp8(None)):
         raise UserError(f"fp8 = true is not available: {reason}; write fp8 = false")
     faults = empty_faults(estimate, loaded)

@@ -58,7 +58,7 @@ def init_process(local_rank: int | None = None) -> "Launch":
     from sd3_light.engines.cpu_threads import limit_threads
 
     launch = Launch.detect(local_rank)
-    limit_threads(launch.local_world)
+    limit_threads(launch.local_world_size)
     set_main_process(launch.is_main)
     return launch
 

@@ -409,7 +409,7 @@ def _in_units(train: TrainConfig, key: str, value: str) -> Iterator[Fault]:
             yield _fault(key, problem, value, hint="remove one of them")
 
 
-def one_process_problem(config: TrainConfig, world: int, by_deepspeed: bool) -> str | None:
+def one_process_problem(config: TrainConfig, world_size: int, by_deepspeed: bool) -> str | None:
     """Return why this launch cannot train a config whose weights are updated one after another, or None if it can."""
     keys = {
         "gradient_release = true": config.gradient_release,
@@ -418,8 +418,8 @@ def one_process_problem(config: TrainConfig, world: int, by_deepspeed: bool) -> 
     for key, is_set in keys.items():
         if is_set and by_deepspeed:
             return f"{key} needs the torch engine; start without --deepspeed, or remove it"
-        if is_set and world > 1:
-            return f'{key} needs one process, not {world}; remove it and write parallel = "fsdp2", or start one'
+        if is_set and world_size > 1:
+            return f'{key} needs one process, not {world_size}; remove it and write parallel = "fsdp2", or start one'
     return None
 
 
@@ -650,7 +650,7 @@ def config_warnings(train: TrainConfig, total_steps: int, unguided: float | None
         )
 
 
-def deepspeed_problem(config: TrainConfig, world: int) -> str | None:
+def deepspeed_problem(config: TrainConfig, world_size: int) -> str | None:
     """Return why ``world`` processes of the DeepSpeed engine cannot train this config, or None if they can."""
     stages = config.pipeline_stages
     if not OPTIMIZERS[config.optimizer.type].deepspeed:
@@ -667,6 +667,6 @@ def deepspeed_problem(config: TrainConfig, world: int) -> str | None:
     if config.parallel != "ddp":
         hint = "start without --deepspeed, or write zero_stage = 3 instead"
         return f"parallel = {config.parallel!r} needs the torch engine; {hint}"
-    if world % stages:
-        return f"{world} processes cannot form pipelines of {stages} stages; start a multiple of pipeline_stages"
+    if world_size % stages:
+        return f"{world_size} processes cannot form pipelines of {stages} stages; start a multiple of pipeline_stages"
     return None

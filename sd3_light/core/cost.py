@@ -55,7 +55,7 @@ class TextTokens:
 class Layout(NamedTuple):
     """The processes of a run: their number, and whether DeepSpeed trains."""
 
-    world: int = 1
+    world_size: int = 1
     by_deepspeed: bool = False
 
 

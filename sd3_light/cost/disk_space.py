@@ -69,7 +69,7 @@ def _bytes_in(folder: Path) -> int:
 
 def _checkpoint_bytes(setup: TrainingSetup) -> int:
     """Return the size of one checkpoint of all processes together."""
-    whole = replace(setup, world=1, parallel="ddp", deepspeed=False, stages=1, bounds=())
+    whole = replace(setup, world_size=1, parallel="ddp", deepspeed=False, stages=1, bounds=())
     return checkpoint_copy_bytes(whole).value
 
 

@@ -71,7 +71,7 @@ def _stage_memory(setup: TrainingSetup) -> GpuMemory:
     terms["graphs"] = _graph_bytes(setup, moments) if setup.graphs else 0
     terms["slack"] = round(SLACK * sum(terms.values()))
     formula = " + ".join(f"{name} {format_bytes(count)}" for name, count in terms.items() if count)
-    nccl = NCCL_BYTES if setup.world > 1 else 0
+    nccl = NCCL_BYTES if setup.world_size > 1 else 0
     return GpuMemory(
         state=state_bytes(setup),
         step=Amount(sum(terms.values()), f"{moment}: {formula}"),
@@ -146,7 +146,7 @@ def checkpoint_copy_bytes(setup: TrainingSetup) -> Amount:
     terms = {"weights": float(setup.weight_bytes), **_optimizer_terms(setup), "EMA": 4.0 * setup.ema_tracks}
     joined = " + ".join(f"{name} {width:.4g}" for name, width in terms.items() if width)
     all_write = setup.shards > 1 or setup.stages > 1 or bool(setup.zero_stage)
-    writers = setup.replicas if all_write else min(setup.world, _GPUS_PER_MACHINE)
+    writers = setup.replicas if all_write else min(setup.world_size, _GPUS_PER_MACHINE)
     letter = "P" if setup.adapter is None else "A"
     formula = f"{letter}·({joined})" + (f" / {writers} writers" if writers > 1 else "")
     # what is in host memory is written from there
@@ -323,7 +323,7 @@ def _optimizer_step(setup: TrainingSetup) -> dict[str, int]:
     elif setup.zero_stage == 2:
         work = gradients
     elif setup.zero_stage == 3:
-        work = 4 * setup.trained_parameters // setup.world
+        work = 4 * setup.trained_parameters // setup.world_size
     return {"gradients": gradients, "optimizer work": work}
 
 

@@ -27,7 +27,7 @@ def why_no_graphs(config: TrainConfig, cost: Cost, flops: float, layout: Layout)
     """
     if config.cuda_graphs is False:
         return "cuda_graphs = false"
-    if layout.by_deepspeed or layout.world > 1:
+    if layout.by_deepspeed or layout.world_size > 1:
         return "only one process with the torch engine records graphs"
     if cost.why_no_graphs is not None:
         return cost.why_no_graphs

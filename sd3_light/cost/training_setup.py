@@ -44,7 +44,7 @@ class TrainingSetup:
     compute_dtype: str = "bfloat16"
     accumulation: int = 1
     optimizer: str = "adamw"
-    world: int = 1
+    world_size: int = 1
     parallel: str = "ddp"
     evaluates: bool = False
     other_models: int = 0  # bytes of other models that stay on the GPU, such as the VAE that decodes samples
@@ -68,18 +68,18 @@ class TrainingSetup:
         """DeepSpeed's effective ZeRO stage; None with the torch engine."""
         if not self.deepspeed:
             return None
-        return 0 if self.world == 1 and self.zero == 1 else self.zero  # one process has nothing to shard
+        return 0 if self.world_size == 1 and self.zero == 1 else self.zero  # one process has nothing to shard
 
     @property
     def replicas(self) -> int:
         """Pipelines that train on different micro-batches."""
-        return self.world // self.stages
+        return self.world_size // self.stages
 
     @property
     def shards(self) -> int:
         """GPUs over which weights and averages are sharded."""
         sharded = self.zero_stage == 3 or (self.zero_stage is None and self.parallel == "fsdp2")
-        return self.world if sharded else 1
+        return self.world_size if sharded else 1
 
     @property
     def moment_shards(self) -> int:
@@ -89,7 +89,7 @@ class TrainingSetup:
     @property
     def uses_ddp(self) -> bool:
         """Whether torch's DDP averages gradients, in buckets that stay allocated."""
-        return self.zero_stage is None and self.world > 1 and self.shards == 1
+        return self.zero_stage is None and self.world_size > 1 and self.shards == 1
 
     @property
     def in_flight(self) -> int:

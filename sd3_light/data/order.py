@@ -374,20 +374,20 @@ class Order:
         return self._tables[epoch, bucket]
 
 
-def rank_slice(batch: int, rank: int, world: int, micro: int, micro_batches: int) -> tuple[int, int]:
+def rank_slice(batch: int, rank: int, world_size: int, micro: int, micro_batches: int) -> tuple[int, int]:
     """Return the range of a rank's micro-batch in a global batch, which the world size must divide."""
-    assert batch % (world * micro_batches) == 0, (batch, world, micro_batches)
-    share = batch // world
+    assert batch % (world_size * micro_batches) == 0, (batch, world_size, micro_batches)
+    share = batch // world_size
     size = share // micro_batches
     start = rank * share + micro * size
     return start, start + size
 
 
 def rank_picks(
-    order: Order, step: int, rank: int, world: int, micro: int, micro_batches: int, by_segment: bool = False
+    order: Order, step: int, rank: int, world_size: int, micro: int, micro_batches: int, by_segment: bool = False
 ) -> Picks:
     """Return the samples of a rank's micro-batch; ``by_segment`` assigns those of a step to ranks by their segments."""
-    part = rank_slice(order.batch_size(step), rank, world, micro, micro_batches)
+    part = rank_slice(order.batch_size(step), rank, world_size, micro, micro_batches)
     return order.picks_by_segment(step, *part) if by_segment else order.picks(step, *part)
 
 

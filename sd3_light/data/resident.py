@@ -103,16 +103,16 @@ def _too_large(manifest: Manifest, device: torch.device, processes: int) -> str 
 class ResidentPicks(Dataset[Picks]):
     """A rank's micro-batches by number, as picks: item ``step * micro_batches + micro``."""
 
-    def __init__(self, order: Order, rank: int, world: int, micro_batches: int, by_segment: bool = False) -> None:
+    def __init__(self, order: Order, rank: int, world_size: int, micro_batches: int, by_segment: bool = False) -> None:
         self.order = order
         self.rank = rank
-        self.world = world
+        self.world_size = world_size
         self.micro_batches = micro_batches
         self.by_segment = by_segment
 
     def __getitem__(self, item: int) -> Picks:
         step, micro = divmod(item, self.micro_batches)
-        return rank_picks(self.order, step, self.rank, self.world, micro, self.micro_batches, self.by_segment)
+        return rank_picks(self.order, step, self.rank, self.world_size, micro, self.micro_batches, self.by_segment)
 
 
 # --- loading -----------------------------------------------------------------------------------

@@ -252,12 +252,18 @@ class MicroBatches(InPlaceDataset):
     """
 
     def __init__(
-        self, data: CachedDataset, order: Order, rank: int, world: int, micro_batches: int, by_segment: bool = False
+        self,
+        data: CachedDataset,
+        order: Order,
+        rank: int,
+        world_size: int,
+        micro_batches: int,
+        by_segment: bool = False,
     ) -> None:
         self.data = data
         self.order = order
         self.rank = rank
-        self.world = world
+        self.world_size = world_size
         self.micro_batches = micro_batches
         self.by_segment = by_segment
         # the steps of all buckets interleave, and neighbouring steps need the same windows
@@ -269,7 +275,7 @@ class MicroBatches(InPlaceDataset):
     def fetch(self, item: int, allocate: AllocateBytes) -> CachedBatch:
         """Read a micro-batch; its tensors share one block of memory from ``allocate``."""
         step, micro = divmod(item, self.micro_batches)
-        share = self.rank, self.world, micro, self.micro_batches
+        share = self.rank, self.world_size, micro, self.micro_batches
         picks = rank_picks(self.order, step, *share, self.by_segment)
         ahead = self.order.next_windows(step, *self._rank_share(step))
         if self.data.store.prefetches_early:  # downloads continue while the last shards of this step arrive
@@ -284,7 +290,7 @@ class MicroBatches(InPlaceDataset):
 
     def _rank_share(self, step: int) -> tuple[int, int]:
         """Return this rank's range of the global batch of ``step``, over all micro-batches."""
-        return rank_slice(self.order.batch_size(step), self.rank, self.world, 0, 1)
+        return rank_slice(self.order.batch_size(step), self.rank, self.world_size, 0, 1)
 
     def _prefetch(self, windows: WindowRange) -> None:
         if windows not in self._prefetched:
@@ -297,5 +303,5 @@ class MicroBatches(InPlaceDataset):
         """Return the segments of some windows that this rank will read."""
         if not self.by_segment:
             return self.order.segments_in(windows)
-        share = rank_slice(self.order.buckets[windows.bucket].batch, self.rank, self.world, 0, 1)
+        share = rank_slice(self.order.buckets[windows.bucket].batch, self.rank, self.world_size, 0, 1)
         return self.order.segments_of_share(windows, *share)

@@ -27,9 +27,11 @@ def launch_from_accelerator(accelerator: Accelerator) -> Launch:
         raise UserError(f"accelerate's {kind.value} is not supported; use DDP or FSDP2 (fsdp_version: 2)")
     if accelerator.mixed_precision == "fp16":
         raise UserError("mixed_precision='fp16' needs loss scaling, which is not supported; use 'bf16' or 'no'")
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    if world != accelerator.num_processes:
-        raise UserError(f"accelerate reports {accelerator.num_processes} processes, torch {world}; start with torchrun")
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    if world_size != accelerator.num_processes:
+        raise UserError(
+            f"accelerate reports {accelerator.num_processes} processes, torch {world_size}; start with torchrun"
+        )
     return Launch(accelerator.process_index, accelerator.local_process_index, accelerator.num_processes)
 
 
@@ -40,7 +42,7 @@ def accelerated(module: TrainedModel, accelerator: Accelerator, launch: Launch, 
         return Shards(run, launch)
     if accelerator.distributed_type == DistributedType.FSDP:
         raise UserError("accelerate ignored its FSDP2 plugin, as it does on CPUs; remove the plugin there")
-    if launch.world > 1 and not isinstance(run, DistributedDataParallel):
+    if launch.world_size > 1 and not isinstance(run, DistributedDataParallel):
         raise UserError(f"accelerate wrapped the module in {type(run).__name__}, not in DDP; start with torchrun")
     layout = Replicas(run, launch, writers)
     # an accelerator that finds unused parameters says that there may be some

@@ -35,7 +35,7 @@ class Blocks(NamedTuple):
 
 def require_blocks(config: TrainConfig, cost: Cost, launch: Launch, device: torch.device, by_deepspeed: bool) -> None:
     """Raise a UserError if the config requires blocks that cannot run, as far as this is known without the model."""
-    reason = _why_stock(config, cost, None, Layout(launch.world, by_deepspeed), device)
+    reason = _why_stock(config, cost, None, Layout(launch.world_size, by_deepspeed), device)
     _require(config, reason, reason or cost.why_no_fp8(_capability(device)))
 
 

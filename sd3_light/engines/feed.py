@@ -46,7 +46,7 @@ def open_cache(dataset: DatasetConfig, config: TrainConfig, launch: Launch, side
             f"no part of the cache at {dataset.cache_dir} is held out, and {dataset.path} says validation = true; run "
             "`sd3-light cache CONFIG`, or remove the key"
         )
-    return CachedDataset(store, launch.world > 1, weights, columns, side)
+    return CachedDataset(store, launch.world_size > 1, weights, columns, side)
 
 
 def load_cache(data: CachedDataset, config: TrainConfig, launch: Launch, device: torch.device) -> ResidentCache | None:
@@ -55,7 +55,7 @@ def load_cache(data: CachedDataset, config: TrainConfig, launch: Launch, device:
     if config.residence == "stream":
         return None
     # the first process of a machine checks the memory for all: the others may start when it is already in use
-    processes = launch.local_world if launch.local_rank == 0 else 1
+    processes = launch.local_world_size if launch.local_rank == 0 else 1
     return ResidentCache(data, device if config.residence == "device" else torch.device("cpu"), processes)
 
 
@@ -75,13 +75,13 @@ def _order_settings(
     """Return the settings that determine the order: the arguments of `CachedDataset.order`."""
     config = loaded.train
     repeats = {source.label: source.directory.num_repeats for source in make_sources(loaded.dataset.directories)}
-    batch_of = partial(_global_batch, config, world=launch.world)
+    batch_of = partial(_global_batch, config, world_size=launch.world_size)
     return config.seed, repeats, batch_of, config.shuffle_window, config.small_buckets
 
 
-def _global_batch(config: TrainConfig, resolution: tuple[int, int], world: int) -> int:
+def _global_batch(config: TrainConfig, resolution: tuple[int, int], world_size: int) -> int:
     """Return the samples per optimizer step at a resolution."""
-    return batch_size_for(config.micro_batch_size_per_gpu, resolution) * config.gradient_accumulation_steps * world
+    return batch_size_for(config.micro_batch_size_per_gpu, resolution) * config.gradient_accumulation_steps * world_size
 
 
 def order_facts(order: Order) -> dict[str, Any]:
@@ -121,11 +121,11 @@ class TrainingData:
     def micro_batches(self) -> Dataset[Any]:
         """Return the micro-batches of this process, by number."""
         rank = self.launch.rank
-        world = self.launch.world
+        world_size = self.launch.world_size
         micro = self.config.gradient_accumulation_steps
         if self.resident is None:
-            return MicroBatches(self.data, self.order, rank, world, micro, self.by_segment)
-        return ResidentPicks(self.order, rank, world, micro, self.by_segment)
+            return MicroBatches(self.data, self.order, rank, world_size, micro, self.by_segment)
+        return ResidentPicks(self.order, rank, world_size, micro, self.by_segment)
 
     def largest_batch_bytes(self, only_indices: bool) -> int:
         """Return the bytes of the largest prepared batch, or of its indices in a cache that is held in memory."""
@@ -189,14 +189,14 @@ def placeholder_batch(samples: int) -> Batch:
     return Batch(samples)
 
 
-def placeholder_steps(order: Order, world: int, micro: int, first: int) -> StepStream:
+def placeholder_steps(order: Order, world_size: int, micro: int, first: int) -> StepStream:
     """Yield the micro-batches of endless steps without data, for a process that reads none; see `training_steps`."""
     for step in count(first):
-        yield [placeholder_batch(order.batch_size(step) // world // micro)] * micro
+        yield [placeholder_batch(order.batch_size(step) // world_size // micro)] * micro
 
 
 def flops_counter(
-    cost: Cost, world: int, adapter: bool = False, terms: ObjectiveConfig | None = None
+    cost: Cost, world_size: int, adapter: bool = False, terms: ObjectiveConfig | None = None
 ) -> Callable[[Sequence[Batch]], int]:
     """Return a function that counts the FLOPs of a step over all processes, from the tokens in its micro-batches.
 
@@ -206,6 +206,6 @@ def flops_counter(
     def flops(batches: Sequence[Batch]) -> int:
         if not all(batch.values for batch in batches):
             return 0
-        return world * sum(step_flops(cost, cost.batch_tokens(batch), adapter, terms) for batch in batches)
+        return world_size * sum(step_flops(cost, cost.batch_tokens(batch), adapter, terms) for batch in batches)
 
     return flops

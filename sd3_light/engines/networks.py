@@ -61,10 +61,10 @@ class Networks:
     def step(self) -> None:
         """Update the networks that the step trains with their mean gradients; not where one is not finite."""
         for name, gradients in self._gradients.items():
-            for gradient in gradients if self._launch.world > 1 else ():
+            for gradient in gradients if self._launch.world_size > 1 else ():
                 dist.all_reduce(gradient)
             for weight, gradient in zip(self._weights[name].values(), gradients, strict=True):
-                weight.grad = gradient / self._launch.world
+                weight.grad = gradient / self._launch.world_size
             optimizer: object = self._optimizers[name]
             optimizer.grad_scale = None  # type: ignore[attr-defined]
             finite = torch.isfinite(sum_of_squares(gradients))

@@ -93,7 +93,7 @@ def start_process_group(
     Raises a `UserError` if the processes do not connect within ``timeout_sec``. With ``all_write`` every process writes
     its own state to checkpoints; otherwise the processes of the first machine share the writing of replicated state.
     """
-    if launch.world == 1:
+    if launch.world_size == 1:
         return ProcessGroups()
     try:
         return _join(launch, device, timedelta(seconds=timeout_sec), all_write)
@@ -102,25 +102,25 @@ def start_process_group(
     except (RuntimeError, ValueError) as error:  # torch and gloo raise only these; ValueError: a variable is not set
         address = ":".join(os.environ.get(name) or f"({name} is not set)" for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise UserError(
-            f"rank {launch.rank} of {launch.world} on {socket.gethostname()} could not connect to the other ranks at "
-            f"{address} within dist_timeout_sec = {timeout_sec:g} ({_summary(error)}); start every machine with the "
+            f"rank {launch.rank} of {launch.world_size} on {socket.gethostname()} could not connect to the other ranks "
+            f"at {address} within dist_timeout_sec = {timeout_sec:g} ({_summary(error)}); start every machine with the "
             "address and a free port of the first one, check that it is reachable, and on machines with several "
             "networks set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (docs/reference/multi-node.md)"
         ) from error
 
 
 def _join(launch: Launch, device: torch.device, timeout: timedelta, all_write: bool) -> ProcessGroups:
-    _allow_sockets(launch.world)
+    _allow_sockets(launch.world_size)
     gpus = torch.cuda.device_count()
-    has_own_gpu = device.type == "cuda" and launch.local_world <= gpus
+    has_own_gpu = device.type == "cuda" and launch.local_world_size <= gpus
     if device.type == "cuda" and not has_own_gpu and launch.is_main:
-        info(f"{launch.local_world} processes share {gpus} GPU(s): they communicate through the host")
+        info(f"{launch.local_world_size} processes share {gpus} GPU(s): they communicate through the host")
     backend, device_id = ("nccl", device) if has_own_gpu else ("gloo", None)
     open_default_group(backend, timeout=timeout, device_id=device_id)
     control = dist.new_group(backend="gloo", timeout=timeout)
-    first_machine = torch.tensor(launch.local_world)  # machines may have different numbers of processes
+    first_machine = torch.tensor(launch.local_world_size)  # machines may have different numbers of processes
     dist.broadcast(first_machine, 0, control)
-    writers = launch.world if all_write else int(first_machine)
+    writers = launch.world_size if all_write else int(first_machine)
     if writers == 1:
         return ProcessGroups(control)
     ranks = list(range(writers))
@@ -164,15 +164,15 @@ def apply_timeout(groups: ProcessGroups, timeout_sec: float) -> None:
                 c10d._set_pg_timeout(timedelta(seconds=timeout_sec), group)
 
 
-def num_sockets(world: int) -> int:
+def num_sockets(world_size: int) -> int:
     """Return the number of open files of the process groups: one socket per process and group, and a few more."""
-    return _MAX_GROUPS * (world + _FILES_PER_GROUP)
+    return _MAX_GROUPS * (world_size + _FILES_PER_GROUP)
 
 
-def _allow_sockets(world: int) -> None:
+def _allow_sockets(world_size: int) -> None:
     """Raise this process's limit of open files if needed; many systems start with 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = num_sockets(world) + _OTHER_FILES
+    needed = num_sockets(world_size) + _OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:
         limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

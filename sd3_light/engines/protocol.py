@@ -140,7 +140,7 @@ class Engine(Protocol):
     """
 
     rank: int
-    world: int
+    world_size: int
     writers: int
     sequential_micro_batches: bool
     optimizer: Optimizer
@@ -161,7 +161,7 @@ class Engine(Protocol):
 
     def sum_over_ranks(self, numbers: Tensor) -> Tensor:
         """Sum numbers over all ranks."""
-        if self.world > 1:
+        if self.world_size > 1:
             dist.all_reduce(numbers)
         return numbers
 

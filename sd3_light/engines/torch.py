@@ -59,14 +59,14 @@ class TorchEngine(Engine):
         lay_out: Callable[[TrainedModel], Replicas] | None = None,
     ) -> None:
         self.rank = launch.rank
-        self.world = launch.world
+        self.world_size = launch.world_size
         self.device = device
         self.module = module.to(device)
         self.clip = config.gradient_clipping
         self.networks = Networks(module, launch, device) if module.objective.draws else None
         if lay_out is not None:
             self.layout = lay_out(self.module)
-        elif config.parallel == "fsdp2" and launch.world > 1:
+        elif config.parallel == "fsdp2" and launch.world_size > 1:
             self.layout = shard(self.module, launch, device)
         else:
             self.layout = replicate(self.module, launch, writers)
@@ -93,7 +93,7 @@ class TorchEngine(Engine):
     @staticmethod
     def engine_name(config: TrainConfig, launch: Launch) -> str:
         """Return a short name of engine and layout, for the log."""
-        return f"torch {config.parallel}" if launch.world > 1 else "torch"
+        return f"torch {config.parallel}" if launch.world_size > 1 else "torch"
 
     def train_step(self, batches: Sequence[MicroBatch], lr: float) -> StepResult:
         """Run forward and backward over the micro-batches, clip by the global norm, and step."""
@@ -111,7 +111,7 @@ class TorchEngine(Engine):
                 else:
                     names, packed = self.graphs.run(self.module.recordable(batch), len(batches))
             numbers = numbers + packed
-        return self._finish_step(names, self.sum_over_ranks(numbers) / self.world)
+        return self._finish_step(names, self.sum_over_ranks(numbers) / self.world_size)
 
     def use_graphs(self, recorder: Recorder | None = None) -> None:
         """Run forward and backward passes as CUDA graphs from now on; see `cost/graph_choice.py` for when."""

@@ -65,7 +65,7 @@ class Shards(Replicas):
     """Every process holds some rows of each weight and its optimizer state (FSDP2); blocks are gathered one by one."""
 
     def __init__(self, run: nn.Module, launch: Launch) -> None:
-        super().__init__(run, launch, launch.world)
+        super().__init__(run, launch, launch.world_size)
 
     @contextmanager
     def accumulating(self, last: bool) -> Iterator[None]:
@@ -114,13 +114,13 @@ class Shards(Replicas):
 def replicate(module: nn.Module, launch: Launch, writers: int) -> Replicas:
     """Wrap the module in DDP if there are several processes."""
     # without device_ids: the engine has already moved tensors to the device, and lengths stay on the host
-    run = DistributedDataParallel(module, gradient_as_bucket_view=True) if launch.world > 1 else module
+    run = DistributedDataParallel(module, gradient_as_bucket_view=True) if launch.world_size > 1 else module
     return Replicas(run, launch, writers)
 
 
 def shard(module: TrainedModel, launch: Launch, device: torch.device) -> Shards:
     """Shard the module with FSDP2."""
-    mesh = init_device_mesh(device.type, (launch.world,))
+    mesh = init_device_mesh(device.type, (launch.world_size,))
     # inputs are not cast: timesteps up to 1000 and targets would lose precision; autocast casts inside
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if device.type == "cuda" and module.compute_dtype == torch.bfloat16:

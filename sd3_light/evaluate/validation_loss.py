@@ -62,9 +62,9 @@ class Evaluator:
         order = data.order(0, once, self._global_batch, config.shuffle_window)
         share = self.launch.data_launch(self.stages)
         if not self.launch.reads_data(self.stages):
-            sizes = (order.batch_size(step) // share.world for step in range(order.steps_per_epoch))
+            sizes = (order.batch_size(step) // share.world_size for step in range(order.steps_per_epoch))
             return [placeholder_batch(size) for size in sizes for _ in self.points]
-        batches = MicroBatches(data, order, share.rank, share.world, 1)
+        batches = MicroBatches(data, order, share.rank, share.world_size, 1)
         items = QuantileBatches(batches, order.steps_per_epoch, self.points)
         preparer = EvalPreparer(self.preparer)
         options = loader_options(config, preparer)
@@ -74,4 +74,4 @@ class Evaluator:
         config = self.loaded.train
         pieces = config.eval_gradient_accumulation_steps if self.stages > 1 else 1
         micro = batch_size_for(config.eval_micro_batch_size_per_gpu, resolution)
-        return micro * pieces * self.launch.data_launch(self.stages).world
+        return micro * pieces * self.launch.data_launch(self.stages).world_size

@@ -73,7 +73,9 @@ def validation_losses(loaded: LoadedConfig, model: Path, launch: Launch | None =
         torch.cuda.set_device(device)  # kernels run on the current device
     groups = start_process_group(launch, device, config.dist_timeout_sec)
     start = family.weights.start(config.model)
-    blocks = decide_blocks(config, family.cost(start, config.model), denoiser, Layout(launch.world), device, groups)
+    blocks = decide_blocks(
+        config, family.cost(start, config.model), denoiser, Layout(launch.world_size), device, groups
+    )
     engine = TorchEngine(family.training.model(denoiser, config, blocks.kind == "fast"), config, launch, device)
     preparer = family.training.preparer(config, start, None)
     with explain_runtime_errors("lower eval_micro_batch_size_per_gpu"):

@@ -25,9 +25,9 @@ class ShardedMuon(torch.optim.Muon):
         for group in self.param_groups:
             matrices = [matrix for matrix in group["params"] if matrix.grad is not None]
             matrices.sort(key=lambda matrix: matrix.numel())
-            world = group["params"][0].device_mesh.size()
-            for first in range(0, len(matrices), world):
-                self._update(matrices[first : first + world], group)
+            world_size = group["params"][0].device_mesh.size()
+            for first in range(0, len(matrices), world_size):
+                self._update(matrices[first : first + world_size], group)
 
     def _update(self, matrices: list[DTensor], group: dict[str, Any]) -> None:
         rank = matrices[0].device_mesh.get_local_rank()

@@ -249,9 +249,9 @@ class Sampler:
 
     def _first_fault(self, group: dist.ProcessGroup | None) -> str | None:
         """Return on rank 0 what was wrong with the images of any rank."""
-        if self.launch.world == 1:
+        if self.launch.world_size == 1:
             return self._fault
-        faults: list[str | None] | None = [None] * self.launch.world if self.launch.is_main else None
+        faults: list[str | None] | None = [None] * self.launch.world_size if self.launch.is_main else None
         dist.gather_object(self._fault, faults, dst=0, group=group)
         return next(filter(None, faults or ()), None)
 
@@ -266,7 +266,7 @@ class Sampler:
             key = (*request.size, request.steps, request.guidance, len(request.references))
             groups.setdefault(key, []).append(number)
         return [
-            [numbers[turn] for turn in assigned(len(numbers), data_launch.rank, data_launch.world)]
+            [numbers[turn] for turn in assigned(len(numbers), data_launch.rank, data_launch.world_size)]
             for numbers in groups.values()
         ]
 
@@ -275,10 +275,10 @@ class Sampler:
     ) -> list[Image.Image] | None:
         """Return all images of the grid on rank 0, None elsewhere."""
         images = dict(drawn)
-        for number, share in enumerate(self._share(self.launch.rank) if self.launch.world > 1 else ()):
+        for number, share in enumerate(self._share(self.launch.rank) if self.launch.world_size > 1 else ()):
             clips = [np.stack([np.asarray(frame) for frame in frames_of(images[index])]) for index in share]
             pixels = torch.from_numpy(np.stack(clips))
-            parts = [torch.empty_like(pixels) for _ in range(self.launch.world)] if self.launch.is_main else None
+            parts = [torch.empty_like(pixels) for _ in range(self.launch.world_size)] if self.launch.is_main else None
             dist.gather(pixels, parts, dst=0, group=group)
             for rank, part in enumerate(parts or ()):
                 indices = self._share(rank)[number]
@@ -312,9 +312,9 @@ def _request(image: SampleImage, seed: int, settings: SamplingConfig, size: Buck
     return ImageRequest(image.prompt, seed, *sides, **values, frames=size.frames, references=image.references)
 
 
-def assigned(count: int, rank: int, world: int) -> list[int]:
+def assigned(count: int, rank: int, world_size: int) -> list[int]:
     """Return the numbers of a rank's requests among ``count``: equally many for all, so some may be drawn twice."""
-    return [(rank + turn * world) % count for turn in range(math.ceil(count / world))]
+    return [(rank + turn * world_size) % count for turn in range(math.ceil(count / world_size))]
 
 
 def _reference_latents(

@@ -96,8 +96,8 @@ def run(
     check_sampler(options.sampler)
     _check_options(rows, out, options)
     jobs = [(row, seed) for row in rows for seed in (seeds if row.seed is None else (row.seed,))]
-    first = first_free_number(out) if launch.world == 1 else 0
-    share = [first + number for number in assign_rows([row for row, _ in jobs], launch.rank, launch.world)]
+    first = first_free_number(out) if launch.world_size == 1 else 0
+    share = [first + number for number in assign_rows([row for row, _ in jobs], launch.rank, launch.world_size)]
     shown = list(range(first, first + len(jobs)))[:_MAX_GRID_IMAGES] if options.grid and launch.is_main else []
     grid = out / (f"grid-{first:05d}.png" if first else GRID)
     _refuse_to_overwrite([*(image_path(out, number) for number in share), *([grid] if shown else [])])
@@ -118,14 +118,14 @@ def run(
     return grid if options.grid else out
 
 
-def assign_rows(rows: Sequence[PromptRow], rank: int, world: int) -> list[int]:
+def assign_rows(rows: Sequence[PromptRow], rank: int, world_size: int) -> list[int]:
     """Return the numbers of a process's rows. Similar rows are spread evenly, so that all have about the same work."""
 
     def cost_key(number: int) -> tuple[float, ...]:
         row = rows[number]
         return tuple(value or 0 for value in (row.width, row.height, row.steps, row.guidance))
 
-    return sorted(sorted(range(len(rows)), key=cost_key)[rank::world])
+    return sorted(sorted(range(len(rows)), key=cost_key)[rank::world_size])
 
 
 def _check_options(rows: Sequence[PromptRow], out: Path, options: SampleOptions) -> None:

@@ -99,7 +99,7 @@ class TaskBatches(Dataset[Any]):
     def __getitem__(self, number: int) -> CachedBatch:
         step, micro = divmod(number, self.micro_batches)
         size = self.samples.order.batch_size(step)
-        start, stop = rank_slice(size, self.launch.rank, self.launch.world, micro, self.micro_batches)
+        start, stop = rank_slice(size, self.launch.rank, self.launch.world_size, micro, self.micro_batches)
         index, epoch, repeat = map(torch.tensor, zip(*self.samples.picks(step, start, stop), strict=True))
         if self.samples.has_windows and isinstance(self.dataset, ProcessedDataset):
             self._prefetch(self.dataset, self.samples.order.next_windows(step, start, stop))

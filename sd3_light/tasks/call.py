@@ -90,7 +90,7 @@ class TaskCall:
     def samples(self) -> SampleOrder:
         """The order of the samples."""
         settings = self.settings
-        batch = settings.batch_size * self.micro_batches * self.launch.world
+        batch = settings.batch_size * self.micro_batches * self.launch.world_size
         indices = None if self.sides is None else self.sides.indices("train")
         return SampleOrder(self.dataset, settings.seed, batch, settings.bucket_of, settings.shuffle_window, indices)
 
@@ -106,7 +106,7 @@ class TaskCall:
 
     def evaluation_batches(self) -> Iterator[tuple[str, TaskBatches]]:
         """Yield the name and the batches of each evaluation set: each sample once, in order."""
-        batch = self.settings.batch_size * self.launch.world
+        batch = self.settings.batch_size * self.launch.world_size
         bucket_of = self.settings.bucket_of
         held_out = None if self.sides is None else self.sides.indices(VALIDATION)
         if held_out:
@@ -152,10 +152,10 @@ class TaskCall:
         if isinstance(self.logger, ModelLogger):
             return self.accelerator
         own: Accelerator = self.accelerator or Accelerator(cpu=self.device.type == "cpu")
-        world = self.launch.world
-        if own.num_processes != world:  # several processes would write each file
+        world_size = self.launch.world_size
+        if own.num_processes != world_size:  # several processes would write each file
             raise UserError(
-                f"the logger's Accelerator has {own.num_processes} processes, the task {world}; start with torchrun, "
-                "on CPUs with ACCELERATE_USE_CPU=true, or use sd3_light.tasks.ModelLogger"
+                f"the logger's Accelerator has {own.num_processes} processes, the task {world_size}; start with "
+                "torchrun, on CPUs with ACCELERATE_USE_CPU=true, or use sd3_light.tasks.ModelLogger"
             )
         return own

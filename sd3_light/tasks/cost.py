@@ -234,7 +234,7 @@ def _lines(task: TaskCall, cost: TaskCost, estimate: RunEstimate, lines: list[Li
 
 def _estimate(task: TaskCall, cost: TaskCost) -> RunEstimate:
     """Return the numbers of a task, as those of a config."""
-    layout = Layout(task.launch.world, task.settings.engine == "deepspeed")
+    layout = Layout(task.launch.world_size, task.settings.engine == "deepspeed")
     estimator = Estimator(task.config, cost, layout, task.micro_batches)
     size = task.settings.batch_size
     rows = []

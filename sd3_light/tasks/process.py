@@ -124,7 +124,7 @@ class _Job:
 def _write_files(job: _Job) -> int:
     """Write a file per sample, every n-th in this process; return how many were up to date."""
     known = read_notes(job.folder)
-    indices = list(range(job.launch.rank, length_of(job.dataset), job.launch.world))
+    indices = list(range(job.launch.rank, length_of(job.dataset), job.launch.world_size))
     reused = 0
     with progress("process", len(indices), "samples") as bar:
         for index, item, made_from in job.items(indices):
@@ -168,7 +168,7 @@ def _build_shards(job: _Job, model: UnitModel, shard_size: int) -> int:
             bar.advance(len(units[name]))
             write_atomically(note(name), json.dumps(files).encode())
 
-        names = rotate_to_share(list(units), (job.launch.rank, job.launch.world))
+        names = rotate_to_share(list(units), (job.launch.rank, job.launch.world_size))
         claims.divide(names, lambda name: claims.is_newer(note(name), name), build)
         if job.launch.is_main:
             files = [file for name in units for file in read_json_file(note(name))]

@@ -327,7 +327,7 @@ class ProcessedDataset(Dataset[Any]):
 
     def _open_shards(self, fetched: Path | None, limit_bytes: int) -> None:
         try:
-            self.shards = _TaskShards(open_store(self.folder, fetched, limit_bytes), Launch.detect().world > 1)
+            self.shards = _TaskShards(open_store(self.folder, fetched, limit_bytes), Launch.detect().world_size > 1)
         except UserError as error:
             raise UserError(f"{error}; of a task: {_AGAIN}") if isinstance(self.folder, Path) else error from error
         table = self._table()

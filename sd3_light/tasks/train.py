@@ -130,7 +130,7 @@ def _train(driver: Driver, logger: ModelLogger, engine: str) -> Progress:
     run = driver.run
     start = driver.run.progress
     logger.num_steps = start.step
-    facts = {"total": run.total_steps, "steps_per_epoch": run.steps_per_epoch, "world": driver.launch.world}
+    facts = {"total": run.total_steps, "steps_per_epoch": run.steps_per_epoch, "world": driver.launch.world_size}
     kind = "resume" if start.step else "start"
     run.log(kind, **start.as_dict(), **facts, engine=engine, version=__version__)
     return driver.train()
@@ -211,7 +211,7 @@ def _make_driver(task: TaskCall, stack: ExitStack) -> Driver:
     if device.type == "cuda":
         gaps = DeviceGaps()
         watch_updates(engine, gaps)
-    run.meter = Meter(launch.world, window=_resume(driver) if settings.resume else None, gaps=gaps)
+    run.meter = Meter(launch.world_size, window=_resume(driver) if settings.resume else None, gaps=gaps)
     return driver
 
 

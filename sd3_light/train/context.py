@@ -113,7 +113,7 @@ class RunContext:
     def announce(self, trains: str, progress: Progress, total: int) -> None:
         """Open the log; print and log what is about to be trained."""
         order = self.order
-        world = self.launch.world
+        world_size = self.launch.world_size
         padding = sum(bucket.padding for bucket in order.buckets)
         if self.resumed is not None:
             info(f"resumed from {self.resumed.path} (step {progress.step} of {total})")
@@ -123,7 +123,7 @@ class RunContext:
             repeats = f" (padding repeats {plural(padding, 'sample')} per epoch)" if padding else ""
             info(
                 f"train: {trains}; steps {progress.step} to {total}, {order.steps_per_epoch} per epoch in "
-                f"{plural(len(order.buckets), 'bucket')}{repeats}, {plural(world, 'process')}"
+                f"{plural(len(order.buckets), 'bucket')}{repeats}, {plural(world_size, 'process')}"
             )
             if (held := self.data.manifest.counts.get(HELD_OUT)) is not None and self.data.side == "train":
                 total_images = self.data.manifest.counts["pictures"]
@@ -138,7 +138,7 @@ class RunContext:
                 self._warn_of_full_disk(total)
         self.folder.begin(self.config)
         device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
-        facts = {"total": total, "steps_per_epoch": order.steps_per_epoch, "world": world, "device": device}
+        facts = {"total": total, "steps_per_epoch": order.steps_per_epoch, "world": world_size, "device": device}
         engine_name = deepspeed.engine_name if self.by_deepspeed else TorchEngine.engine_name
         facts |= {"trains": trains, "engine": engine_name(self.config, self.launch), "cache": self.residence}
         facts["version"] = __version__
@@ -197,7 +197,7 @@ def open_context(
     if reads_data and resident is None and not is_drawn:
         micro = config.gradient_accumulation_steps
         position = progress_in_force(resumed, resume).position
-        MicroBatches(data, order, share.rank, share.world, micro, by_segment).prefetch_step(position)
+        MicroBatches(data, order, share.rank, share.world_size, micro, by_segment).prefetch_step(position)
     return RunContext(
         loaded=loaded,
         config=config,

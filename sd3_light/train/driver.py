@@ -111,7 +111,7 @@ class Driver:
             try:
                 yield self
             except BaseException:
-                if self.launch.world == 1:  # otherwise other processes may be gone, and a save would wait for them
+                if self.launch.world_size == 1:  # otherwise other processes may be gone, and a save would wait for them
                     self.saves.close()
                 raise
             self.saves.close()
@@ -200,7 +200,7 @@ class Driver:
         """Checkpoint the last complete step if the weights are valid; return whether it is saved."""
         now = self.run.progress
         nothing_learned = now.step - start.step == now.skipped - start.skipped
-        if self.launch.world > 1 or nothing_learned or self.run.is_updating or self.run.has_diverged:
+        if self.launch.world_size > 1 or nothing_learned or self.run.is_updating or self.run.has_diverged:
             return False
         try:
             if self._checkpointed_at != now.step:

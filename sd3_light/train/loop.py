@@ -177,7 +177,7 @@ def _write_after_error(run: Run, bar: Bar) -> None:
     """
     if run.has_diverged:
         return
-    is_alone = run.engine.world == 1
+    is_alone = run.engine.world_size == 1
     try:
         if is_alone or (run._record is not None and run.meter.has_arrived(run._record.until)):
             _write_record(run, bar)

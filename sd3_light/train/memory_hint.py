@@ -47,8 +47,8 @@ def memory_savings(config: TrainConfig, layout: Layout) -> Iterator[str]:
 
 def _problems(config: TrainConfig, layout: Layout) -> int:
     """Return how many problems a config has with these processes."""
-    problems = [one_process_problem(config, layout.world, layout.by_deepspeed)]
+    problems = [one_process_problem(config, layout.world_size, layout.by_deepspeed)]
     if layout.by_deepspeed:
-        problems.append(deepspeed_problem(config, layout.world))
+        problems.append(deepspeed_problem(config, layout.world_size))
     faults = sum(1 for _ in run_cross_checks(config, frozenset()))
     return faults + sum(problem is not None for problem in problems)

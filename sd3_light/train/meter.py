@@ -78,13 +78,13 @@ class Meter:
 
     def __init__(
         self,
-        world: int = 1,
+        world_size: int = 1,
         peak_flops: float | None = None,
         window: Mapping[str, Any] | None = None,
         gaps: DeviceGaps | None = None,
         load: LoadTimes | None = None,
     ) -> None:
-        self.world = world
+        self.world_size = world_size
         self.peak_flops = peak_flops
         self.window = Window(**(window or {}))
         self.times = HostTimes()
@@ -194,10 +194,10 @@ class Meter:
         steps = stop.steps - start.steps
         rate = (stop.samples - start.samples) / seconds
         flops = stop.flops - start.flops
-        flops_per_second = flops / seconds / self.world
+        flops_per_second = flops / seconds / self.world_size
         speed = {
             "samples_per_second": rate,
-            "images_per_second_per_gpu": rate / self.world,
+            "images_per_second_per_gpu": rate / self.world_size,
             **self._waits(past, seconds, start, stop),
             "seconds": seconds / max(1, steps),
             "tflops_per_gpu": flops_per_second / 1e12,

@@ -82,9 +82,9 @@ def room_for_cache(
     """Return the memory of this process: what it has, and what ``steps`` take of it by the formula of `check`."""
     launch = process.launch
     if process.device.type != "cuda":
-        return Room(None, 0, available_memory(), launch.local_world)
+        return Room(None, 0, available_memory(), launch.local_world_size)
     free, total = torch.cuda.mem_get_info(process.device)
-    layout = Layout(launch.world, process.by_deepspeed)
+    layout = Layout(launch.world_size, process.by_deepspeed)
     accumulation = config.gradient_accumulation_steps
     setups = []
     for bucket in data.buckets:
@@ -93,7 +93,7 @@ def room_for_cache(
         setups.append(run_setup(config, cost, layout, plan))
     training = max(gpu_memory(setup).total for setup in setups)
     # other processes may use the GPU; the context of this one is part of the estimate
-    return Room(min(total, free + CONTEXT_BYTES), training, available_memory(), launch.local_world)
+    return Room(min(total, free + CONTEXT_BYTES), training, available_memory(), launch.local_world_size)
 
 
 def _choose(data: CachedDataset, order: Order, config: TrainConfig, rooms: Sequence[Room]) -> ResidenceChoice:

@@ -175,8 +175,8 @@ class Rollouts:
         number = self._next_micro_batch(model.step)
         size = placeholder.size
         launch = self.context.share
-        per_step = size * launch.world * self.config.gradient_accumulation_steps
-        first = turn * per_step + (number * launch.world + launch.rank) * size
+        per_step = size * launch.world_size * self.config.gradient_accumulation_steps
+        first = turn * per_step + (number * launch.world_size + launch.rank) * size
         return self._batch_of(window, range(first, first + size))
 
     def _require_prompts(self, window: int, prompts: Sequence[str]) -> None:
@@ -265,7 +265,7 @@ class Rollouts:
         size = self._micro_batch
         launch = self.context.share
         count = self.table.images
-        batches = assigned(math.ceil(count / size), launch.rank, launch.world)
+        batches = assigned(math.ceil(count / size), launch.rank, launch.world_size)
         rows = [[row % count for row in range(number * size, (number + 1) * size)] for number in batches]
         drawn = [self._latents(model, window, each) for each in rows]
         fault = not_finite({"denoiser": drawn})
@@ -321,8 +321,8 @@ class Rollouts:
         total = math.ceil(self.table.images / latents.shape[1])
         places = {
             number: (rank, turn)
-            for rank in range(launch.world)
-            for turn, number in enumerate(assigned(total, rank, launch.world))
+            for rank in range(launch.world_size)
+            for turn, number in enumerate(assigned(total, rank, launch.world_size))
         }
         in_order = [(parts[rank], turn) for rank, turn in (places[number] for number in range(total))]
         whole = [torch.cat([part[kind][turn] for part, turn in in_order])[: self.table.images] for kind in range(2)]
@@ -338,7 +338,7 @@ class Rollouts:
         return {"distance": float(flow_loss(model.infer(batch).velocity, model.first(batch).velocity).mean())}
 
     def _report(self, step: int, facts: Mapping[str, Any]) -> None:
-        samples = step * self.context.share.world * self._micro_batch * self.config.gradient_accumulation_steps
+        samples = step * self.context.share.world_size * self._micro_batch * self.config.gradient_accumulation_steps
         self.context.folder.log(EVENT, step=step, samples=samples, **facts)
         part = step // (self.config.steps_per_print or 1)
         if part == self._printed:

@@ -74,7 +74,7 @@ def make_train_state(
     denoiser = load_what_trains(config, start, device)
     training_adapter = put_training_adapter(denoiser, config, device)
     saver = Saver.of(config, denoiser, context.folder.path / "exports", start, context.model_facts)
-    layout = Layout(launch.world, context.by_deepspeed)
+    layout = Layout(launch.world_size, context.by_deepspeed)
     steps = config.length(context.order.steps_per_epoch)
     code = CompiledCode(partial(code_facts, context))
     note = left_code(context, code, steps)
@@ -138,7 +138,7 @@ def _text_step(context: RunContext, steps: int) -> int | None:
 def _choose_graphs(engine: TorchEngine, context: RunContext) -> None:
     """Let the engine replay CUDA graphs if the config allows it and they may help; print it."""
     config = context.config
-    layout = Layout(context.launch.world, context.by_deepspeed)
+    layout = Layout(context.launch.world_size, context.by_deepspeed)
     reason = why_no_graphs(config, context.cost, context.largest_flops, layout)
     if reason is None:
         engine.use_graphs()

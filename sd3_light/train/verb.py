@@ -85,7 +85,7 @@ def run(
     require_blocks(loaded.train, cost, launch, device, by_deepspeed)  # raises before anything is opened
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    layout = Layout(launch.world, by_deepspeed)
+    layout = Layout(launch.world_size, by_deepspeed)
     hint = memory_hint(loaded.train, layout)
     with RunFolder(loaded, launch.is_main) as folder, explain_runtime_errors(hint):
         context = open_context(loaded, start, launch, folder, resume, by_deepspeed)
@@ -155,7 +155,7 @@ def _checkpoint_facts(context: RunContext) -> dict[str, Any]:
 
 def _use_cpu(context: RunContext) -> None:
     """Choose the CPU threads of the run for its largest micro-batch."""
-    threads = use_training_threads(context.largest_flops, context.launch.local_world)
+    threads = use_training_threads(context.largest_flops, context.launch.local_world_size)
     if threads is not None:
         info(f"CPU threads: {threads} (OMP_NUM_THREADS sets another number)")
 
@@ -183,12 +183,12 @@ def _make_run(context: RunContext, state: TrainState, progress: Progress, window
         advice = IdleAdvice(config.num_dataloader_workers, times)
         watch_updates(engine, gaps)
     requests = RunRequests(folder, config.checkpoint_every_n_minutes, context.groups.control)
-    steps: Callable[[int], StepStream] = partial(placeholder_steps, order, share.world, micro)
+    steps: Callable[[int], StepStream] = partial(placeholder_steps, order, share.world_size, micro)
     samples_in: Callable[[int], int] = order.batch_size
     if config.reward is not None:
         size = batch_size_for(config.micro_batch_size_per_gpu, context.bucket.resolution)
         steps = partial(drawn_steps, size, micro)
-        samples_in = partial(drawn_samples, size * micro * share.world)
+        samples_in = partial(drawn_samples, size * micro * share.world_size)
     elif launch.reads_data(context.stages):
         source = TrainingData(config, context.data, order, share, context.resident, context.by_segment)
         steps = training_steps(source, engine, state.preparer, prefetch_to, times, requests.on_lost_worker)
@@ -201,9 +201,9 @@ def _make_run(context: RunContext, state: TrainState, progress: Progress, window
         progress=progress,
         averages=state.averages,
         log=context.folder.log,
-        meter=Meter(launch.world, peak, window, gaps, times),
+        meter=Meter(launch.world_size, peak, window, gaps, times),
         requests=requests,
-        flops_in=flops_counter(context.cost, share.world, config.adapter is not None, config.terms),
+        flops_in=flops_counter(context.cost, share.world_size, config.adapter is not None, config.terms),
         steps_per_epoch=order.steps_per_epoch,
         max_nonfinite_steps=config.max_nonfinite_steps,
         logging_steps=config.logging_steps,

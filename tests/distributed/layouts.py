@@ -30,7 +30,7 @@ class Layout:
     """An engine on some processes; every layout has global batches of 8."""
 
     name: str
-    world: int = 1
+    world_size: int = 1
     deepspeed: bool = False
     parallel: str = "ddp"
     stages: int = 1
@@ -40,7 +40,7 @@ class Layout:
     @property
     def keys(self) -> list[str]:
         """Overrides of the train config."""
-        replicas = self.world // self.stages
+        replicas = self.world_size // self.stages
         return [
             f'parallel="{self.parallel}"',
             f"pipeline_stages={self.stages}",
@@ -53,8 +53,8 @@ class Layout:
     def engine(self) -> str:
         """The engine's name in a run's log."""
         if self.deepspeed:
-            return f"deepspeed pp{self.stages} dp{self.world // self.stages} zero{self.zero}"
-        return f"torch {self.parallel}" if self.world > 1 else "torch"
+            return f"deepspeed pp{self.stages} dp{self.world_size // self.stages} zero{self.zero}"
+        return f"torch {self.parallel}" if self.world_size > 1 else "torch"
 
     def accumulating(self, micro_batches: int) -> "Layout":
         """Return the layout with another number of micro-batches."""
@@ -107,7 +107,7 @@ class Job:
 
 def launch(jobs: Sequence[Job], folder: Path, timeout: int = 1500) -> None:
     """Launch jobs of one world size together, with torchrun, or with plain python for a single process."""
-    (world,) = {job.layout.world for job in jobs}
+    (world,) = {job.layout.world_size for job in jobs}
     folder.mkdir(parents=True, exist_ok=True)
     job_list = folder / f"jobs-{world}.json"
     job_list.write_text(json.dumps([asdict(job) for job in jobs]), encoding="utf-8")

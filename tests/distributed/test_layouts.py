@@ -125,7 +125,7 @@ def require_same_curve(
     """Compare every loss, the gradient norm and the weight norm of every step of the run, and its evaluation."""
     starts = project.events("start", run) + project.events("resume", run)
     assert [event["engine"] for event in starts] == [layout.engine]
-    assert starts[0]["world"] == layout.world
+    assert starts[0]["world"] == layout.world_size
     expected = {event["step"]: event for event in project.events("step", reference)}
     steps = project.events("step", run)
     assert len(steps) >= STEPS - SAVED
@@ -215,12 +215,12 @@ def trained(rich: Project, tmp_path_factory: pytest.TempPathFactory) -> Project:
     project = rich.copy(tmp_path_factory.mktemp("trained") / "project")
     write_active_blocks(project.folder / "active")
     for world in (1, 2):
-        layouts = [layout for layout in (ONE, *READS) if layout.world == world]
+        layouts = [layout for layout in (ONE, *READS) if layout.world_size == world]
         jobs = [job(project, layout) for layout in layouts]
         jobs += [job(project, layout, *NO_EVALUATION, source=READS[layout]) for layout in layouts if layout in READS]
-        jobs += [export_again(project, layout) for layout in EXPORTS if layout.world == world]
-        jobs += [drawn(project, layout) for layout in (ONE, *DRAWN) if layout.world == world]
-        jobs += [poisoned(project, layout) for layout in (ONE, *POISONED) if layout.world == world]
+        jobs += [export_again(project, layout) for layout in EXPORTS if layout.world_size == world]
+        jobs += [drawn(project, layout) for layout in (ONE, *DRAWN) if layout.world_size == world]
+        jobs += [poisoned(project, layout) for layout in (ONE, *POISONED) if layout.world_size == world]
         launch(jobs, tmp_path_factory.mktemp("jobs"))
     return project
 
@@ -311,10 +311,10 @@ def test_memory_per_process_matches_the_formula(trained: Project, layout: Layout
 def require_expected_memory(trained: Project, layout: Layout) -> None:
     """Compare the formula with the weights, moments and averages of each rank and with the size of its checkpoint."""
     setup = TrainingSetup(
-        SD3Cost(SIZES["tiny2"]), Tokens(16, 16), 1, ema_tracks=1, world=layout.world, parallel=layout.parallel
+        SD3Cost(SIZES["tiny2"]), Tokens(16, 16), 1, ema_tracks=1, world_size=layout.world_size, parallel=layout.parallel
     )
     setup = replace(setup, deepspeed=layout.deepspeed, zero=layout.zero, stages=layout.stages)
-    for rank in range(layout.world):
+    for rank in range(layout.world_size):
         case = replace(setup, stage=rank // setup.replicas)
         measured = json.loads((trained.folder / layout.name / f"held-{rank}.json").read_text())
         # the formula includes frozen weights, 1% here; ZeRO pads its shards
@@ -380,12 +380,12 @@ def test_every_layout_resumes_from_every_other(rich: Project, tmp_path: Path) ->
     """Each layout runs once to write and once per checkpoint to read."""
     project = rich.copy(tmp_path / "matrix")
     for world in (1, 2, 4):
-        launch([job(project, layout) for layout in LAYOUTS if layout.world == world], tmp_path, 1200)
+        launch([job(project, layout) for layout in LAYOUTS if layout.world_size == world], tmp_path, 1200)
     for world in (1, 2, 4):
-        readers = [layout for layout in LAYOUTS if layout.world == world]
+        readers = [layout for layout in LAYOUTS if layout.world_size == world]
         launch([job(project, reader, source=writer) for reader in readers for writer in LAYOUTS], tmp_path, 2400)
     for world in (1, 2, 4):
-        launch([export_again(project, layout) for layout in LAYOUTS if layout.world == world], tmp_path, 600)
+        launch([export_again(project, layout) for layout in LAYOUTS if layout.world_size == world], tmp_path, 600)
     if HAS_DEEPSPEED:
         keys = ("fast=true", "activation_checkpointing=true")
         launch([job(project, ZERO2, *keys, run="zero2-fast")], tmp_path, 600)
@@ -452,7 +452,7 @@ def test_each_feature_in_each_layout(rich: Project, tmp_path: Path, masks: bool)
         jobs += [
             job(project, layout, *keys, run=f"{layout.name}{layout.accumulation}-{name}")
             for layout in layouts
-            if layout.world == world
+            if layout.world_size == world
             for name, keys in FEATURES.items()
         ]
         launch(jobs, tmp_path, 2400)

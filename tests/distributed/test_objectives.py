@@ -39,8 +39,10 @@ def trained(raw_project: Project, tmp_path_factory: pytest.TempPathFactory) -> P
     project = raw_project.copy(tmp_path_factory.mktemp("trained") / "project")
     project.build_cache()
     for world in (1, 2, 1):
-        own = [job(project, layout) for layout in READS if layout.world == world]
-        resumed = [job(project, layout, READS[layout]) for layout in READS if layout.world == world and READS[layout]]
+        own = [job(project, layout) for layout in READS if layout.world_size == world]
+        resumed = [
+            job(project, layout, READS[layout]) for layout in READS if layout.world_size == world and READS[layout]
+        ]
         has_run = saved(project, ONE.name).is_dir()
         jobs = {1: resumed if has_run else own, 2: own + resumed}
         launch(jobs[world], tmp_path_factory.mktemp("jobs"))
@@ -89,4 +91,4 @@ def test_layouts_that_split_the_model_are_refused(trained: Project, stages: int,
     with pytest.raises(
         UserError, match=rf"^the objective has heads, which {layout} not run; write pipeline_stages = 1"
     ):
-        make_engine(module, config, replace(Launch(), world=2), torch.device("cpu"))  # type: ignore[arg-type]
+        make_engine(module, config, replace(Launch(), world_size=2), torch.device("cpu"))  # type: ignore[arg-type]

@@ -42,7 +42,7 @@ def trained(raw_project: Project, tmp_path_factory: pytest.TempPathFactory) -> P
     for name, (layout, source) in RUNS.items():
         checkpoint = None if source is None else str(saved(project, source, SAVED))
         keys = (*KEYS, *ODD) if "odd" in name else KEYS
-        jobs[layout.world].append(Job(str(project.train_toml), name, layout, keys, checkpoint))
+        jobs[layout.world_size].append(Job(str(project.train_toml), name, layout, keys, checkpoint))
     for world in (1, 2):
         launch(jobs[world], tmp_path_factory.mktemp("jobs"))
     return project

@@ -34,7 +34,7 @@ def sample_grid(config: TrainConfig, cache: Path, out: Path, launch: Launch) -> 
         torch.nn.init.normal_(parameter, std=0.08, generator=generator)
     data = CachedDataset(LocalStore(cache))
     sampler = Sampler.of_config(config, cache, data, data.buckets[0], launch, torch.device("cpu"))
-    group = dist.new_group(backend="gloo") if launch.world > 1 else None
+    group = dist.new_group(backend="gloo") if launch.world_size > 1 else None
     return sampler.sample(SD3TrainingModule(transformer, config).denoise, out, {"step": 1}, group) is not None
 
 

@@ -51,7 +51,7 @@ def whole_batch() -> Batch:
 def run(fast: bool) -> dict[str, Any]:
     """Train some steps in this process; return losses and the peak of allocated memory."""
     launch = Launch.detect()
-    if launch.world > 1:
+    if launch.world_size > 1:
         dist.init_process_group("gloo")
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
@@ -59,10 +59,10 @@ def run(fast: bool) -> dict[str, Any]:
     transformer = new_transformer(SIZES[SIZE].transformer_config(), 0)
     engine = TorchEngine(SD3TrainingModule(transformer, config, fast), config, launch, device)
     torch.cuda.reset_peak_memory_stats()
-    batch = whole_batch().split(launch.world)[launch.rank].to(device)
+    batch = whole_batch().split(launch.world_size)[launch.rank].to(device)
     losses = [engine.train_step([batch], 1e-4).read().losses["loss"] for _ in range(STEPS)]
     peak = torch.cuda.max_memory_allocated(device)
-    if launch.world > 1:
+    if launch.world_size > 1:
         dist.destroy_process_group()
     return {"losses": losses, "peak": peak}
 
@@ -86,7 +86,12 @@ def test_two_processes_train_like_one_in_the_estimated_memory(fast: bool) -> Non
     for rank in ranks:
         assert rank["losses"] == pytest.approx(alone["losses"], rel=2e-3)
     setup = TrainingSetup(
-        SD3Cost(SIZES[SIZE]), Tokens(image_tokens(PIXELS, PIXELS), TEXT), BATCH, fast=fast, world=2, parallel="fsdp2"
+        SD3Cost(SIZES[SIZE]),
+        Tokens(image_tokens(PIXELS, PIXELS), TEXT),
+        BATCH,
+        fast=fast,
+        world_size=2,
+        parallel="fsdp2",
     )
     estimated = gpu_memory(setup)
     expected = estimated.total - estimated.context.value

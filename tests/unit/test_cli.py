@@ -553,7 +553,7 @@ def test_the_rank_of_a_launcher_is_used(
     if launcher == "torchrun":
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     assert train_py("--config", raw_project.train_toml, "--cache_only", *flags).code == 0
-    assert journey_calls[0][2] == Launch(rank=3, local_rank=3, world=8)
+    assert journey_calls[0][2] == Launch(rank=3, local_rank=3, world_size=8)
     assert not is_main_process()
 
 

@@ -158,7 +158,7 @@ def test_the_demo_pretrains_in_another_process_if_a_second_core_is_usable(
 
     def run(loaded: Any, launch: Any = None) -> Any:
         trained.append(loaded.path.stem)
-        assert (launch.local_world if launch else 1) == (cores if loaded.path.stem == "continue" else 1)
+        assert (launch.local_world_size if launch else 1) == (cores if loaded.path.stem == "continue" else 1)
         return SimpleNamespace(samples=7)
 
     def beside(loaded: Any, overrides: list[str], title: str) -> Any:

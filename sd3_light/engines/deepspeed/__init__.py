@@ -18,14 +18,14 @@ from sd3_light.launch import Launch
 def require(config: TrainConfig, launch: Launch, wanted: bool) -> None:
     """Raise a one-line `UserError` if the config does not fit the engine; ``wanted``: ``--deepspeed`` was given."""
     stages = config.pipeline_stages
-    if problem := one_process_problem(config, launch.world, wanted):
+    if problem := one_process_problem(config, launch.world_size, wanted):
         raise UserError(problem)
     if not wanted:
         if stages > 1:
             raise UserError(f"pipeline_stages = {stages} needs the DeepSpeed engine; add --deepspeed, or set it to 1")
         return
     require_installed("--deepspeed")
-    if problem := deepspeed_problem(config, launch.world):
+    if problem := deepspeed_problem(config, launch.world_size):
         raise UserError(problem)
 
 
@@ -43,7 +43,7 @@ def all_write(config: TrainConfig) -> bool:
 def engine_name(config: TrainConfig, launch: Launch) -> str:
     """Return a short name of engine and layout, for the log."""
     stages = config.pipeline_stages
-    return f"deepspeed pp{stages} dp{launch.world // stages} zero{config.zero_stage}"
+    return f"deepspeed pp{stages} dp{launch.world_size // stages} zero{config.zero_stage}"
 
 
 def make_engine(
@@ -69,7 +69,7 @@ def make_engine(
     if has_layers and whole is None and config.zero_stage < 2:
         from sd3_light.engines.deepspeed.pipeline import PipelineEngine
 
-        if launch.world == 1 and config.zero_stage == 1:  # nothing to shard: copies would only cost time
+        if launch.world_size == 1 and config.zero_stage == 1:  # nothing to shard: copies would only cost time
             config = config.model_copy(update={"zero_stage": 0})
         return PipelineEngine(module, config, launch, device, writers)
     from sd3_light.engines.deepspeed.zero import ZeroEngine

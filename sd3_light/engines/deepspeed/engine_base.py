@@ -29,7 +29,7 @@ class DeepSpeedBase(Engine):
 
     def __init__(self, module: Any, launch: Launch, device: torch.device) -> None:
         self.rank = launch.rank
-        self.world = launch.world
+        self.world_size = launch.world_size
         self.device = device
         self.module = module
         self.names: tuple[str, ...] = module.loss_names

@@ -85,7 +85,7 @@ class PipelineEngine(DeepSpeedBase):
         self.launch = launch
         self.stages = config.pipeline_stages
         self.stage = launch.stage(config.pipeline_stages)
-        self.replicas = launch.world // self.stages
+        self.replicas = launch.world_size // self.stages
         self.sequential_micro_batches = self.stages == 1
         self.clip = config.gradient_clipping
         self.eval_pieces = config.eval_gradient_accumulation_steps if self.stages > 1 else 1
@@ -226,7 +226,7 @@ class PipelineEngine(DeepSpeedBase):
         self._velocity = torch.empty(size, device=self.device)
         self._run([batch], partial(self._keep_velocity, size[-2:]))
         if self.parts_group is not None:
-            last = self.world - self.replicas + self.rank % self.replicas  # the last stage of this pipeline
+            last = self.world_size - self.replicas + self.rank % self.replicas  # the last stage of this pipeline
             dist.broadcast(self._velocity, last, group=self.parts_group)
         return self._velocity
 

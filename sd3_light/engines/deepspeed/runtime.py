@@ -34,7 +34,7 @@ def prepare(launch: Launch, device: torch.device) -> None:
         importlib.import_module("deepspeed.ops").__compatible_ops__ = {}  # type: ignore[attr-defined]
         # an earlier engine of this process may have left its topology
         importlib.import_module("deepspeed.utils.groups").mpu = None  # type: ignore[attr-defined]
-        if launch.world == 1:
+        if launch.world_size == 1:
             store = dist.HashStore()  # type: ignore[attr-defined]
             open_default_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=0, world_size=1)
         library.init_distributed(dist_init_required=False, verbose=False)

@@ -81,7 +81,9 @@ class ShardState:
             if name not in held:
                 continue
             padded = nn.functional.pad(held[name], (0, part.capacity - part.length))
-            received = [torch.empty_like(padded) for _ in range(self.launch.world)] if self.launch.rank == 0 else None
+            received = (
+                [torch.empty_like(padded) for _ in range(self.launch.world_size)] if self.launch.rank == 0 else None
+            )
             dist.gather(padded, received, dst=0)
             if received is not None:
                 shape = self.shapes[name]

@@ -38,12 +38,12 @@ class StageState:
         self.zero = zero
         self.stage_of = stage_of
         self.shapes = shapes
-        self.replicas = launch.world // stages
+        self.replicas = launch.world_size // stages
         if zero is not None:
             alias_master_weights(zero)
         self.weights = {name: weight.detach() for name, weight in self.parameters.items()}
         is_replicated = stages == 1 and zero is None
-        self.writers = writers if is_replicated else launch.world
+        self.writers = writers if is_replicated else launch.world_size
         sizes = [weight.numel() for weight in self.parameters.values()]
         assigned = assign_writers(sizes, writers if is_replicated else self.replicas)
         replica = launch.rank % self.replicas

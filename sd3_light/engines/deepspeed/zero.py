@@ -32,7 +32,7 @@ class ZeroEngine(DeepSpeedBase):
 
     def __init__(self, module: TrainedModel, config: TrainConfig, launch: Launch, device: torch.device) -> None:
         super().__init__(module.to(device), launch, device)
-        self.writers = launch.world
+        self.writers = launch.world_size
         self._reached: set[str] = set()  # the weights with a gradient of this backward pass
         if module.objective.draws:
             self.networks = Networks(module, launch, device)
@@ -67,7 +67,7 @@ class ZeroEngine(DeepSpeedBase):
             self.engine.backward(losses["loss"])
             if number < len(batches):
                 self.engine.step()
-        return self._finish_step(self.sum_over_ranks(numbers) / self.world)
+        return self._finish_step(self.sum_over_ranks(numbers) / self.world_size)
 
     def _expect_gradients(self, loss: Tensor) -> None:
         """Let the backward pass of whole weights raise if it misses one, before they are reduced over processes."""

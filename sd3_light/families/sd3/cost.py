@@ -132,7 +132,7 @@ class SD3Cost(Cost):
 
     def why_stock(self, config: TrainConfig, layout: Layout) -> str | None:
         """See `Cost.why_stock`."""
-        return why_stock_by_config(config, self.size, layout.world, layout.by_deepspeed)
+        return why_stock_by_config(config, self.size, layout.world_size, layout.by_deepspeed)
 
     def why_no_fp8(self, capability: tuple[int, int] | None) -> str | None:
         """See `Cost.why_no_fp8`."""

@@ -46,7 +46,7 @@ def start(work: Callable[..., object], *args: object) -> BaseProcess:
 
 def build(project: Project, rank: int = 0, world: int = 1, *overrides: str) -> None:
     with quick_caching():
-        stage.run(project.load(WORKERS, *overrides), Launch(rank=rank, local_rank=rank, world=world))
+        stage.run(project.load(WORKERS, *overrides), Launch(rank=rank, local_rank=rank, world_size=world))
 
 
 def join(processes: list[BaseProcess]) -> None:
@@ -140,9 +140,9 @@ def test_a_rank_encodes_unclaimed_units_then_waits_for_the_manifest(
 ) -> None:
     loaded = fresh_project.load("sd3_manifest_timeout_sec=0.3")
     with pytest.raises(UserError, match=r"timed out waiting for the main process to write .*manifest\.json"):
-        stage.run(loaded, Launch(rank=1, local_rank=1, world=2))
+        stage.run(loaded, Launch(rank=1, local_rank=1, world_size=2))
     assert shards(fresh_project) == shards(cached_project)
-    (report,) = stage.run(loaded, Launch(rank=0, local_rank=0, world=2))
+    (report,) = stage.run(loaded, Launch(rank=0, local_rank=0, world_size=2))
     assert report.encoded == 0
 
 
@@ -164,16 +164,16 @@ def test_an_older_manifest_is_not_accepted_for_a_larger_plan(project: Project) -
     project.data(project.data_toml.read_text() + '\n[[directory]]\npath = "more"\n')
     loaded = project.load("sd3_manifest_timeout_sec=0.3")
     with pytest.raises(UserError, match="timed out waiting for the main process"):
-        stage.run(loaded, Launch(rank=1, local_rank=1, world=2))
-    stage.run(loaded, Launch(rank=0, local_rank=0, world=2))
+        stage.run(loaded, Launch(rank=1, local_rank=1, world_size=2))
+    stage.run(loaded, Launch(rank=0, local_rank=0, world_size=2))
     assert {shard.directory for shard in Manifest.load(project.cache).shards} == {"images#0", "more#0"}
 
 
 def test_a_late_rank_uses_the_existing_manifest(project: Project) -> None:
     """The main process may finish before another one starts, and does not write the manifest again."""
-    stage.run(project.load(), Launch(rank=0, local_rank=0, world=2))
+    stage.run(project.load(), Launch(rank=0, local_rank=0, world_size=2))
     os.utime(project.cache / MANIFEST, ns=(1, 1))
-    (report,) = stage.run(project.load("sd3_manifest_timeout_sec=0.3"), Launch(rank=1, local_rank=1, world=2))
+    (report,) = stage.run(project.load("sd3_manifest_timeout_sec=0.3"), Launch(rank=1, local_rank=1, world_size=2))
     assert report.counts["used"] == 40
 
 

@@ -316,7 +316,7 @@ def test_workers_do_not_import_from_the_working_directory(
 
 def test_ray_is_refused_under_a_launcher(fresh_project: Project, ray: FakeRay) -> None:
     with pytest.raises(UserError, match="run it without torchrun"):
-        cache.run(fresh_project.load(), Launch(rank=0, local_rank=0, world=2), cache.CacheOptions(ray=""))
+        cache.run(fresh_project.load(), Launch(rank=0, local_rank=0, world_size=2), cache.CacheOptions(ray=""))
 
 
 def test_without_ray_the_error_names_the_command(fresh_project: Project, monkeypatch: pytest.MonkeyPatch) -> None:

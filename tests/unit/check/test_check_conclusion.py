@@ -72,7 +72,7 @@ def test_the_first_line_says_whether_it_fits(files: Any, concluded: Callable[...
     assert needed.startswith("does not fit: ")
     assert "NVIDIA H200 has 100 MiB; lower micro_batch_size_per_gpu" in needed
     assert concluded(Target(large))["GPU memory"].startswith("fits: ")
-    assert concluded(Target(None), world=2)["GPU memory"].endswith(UNKNOWN_GPU)
+    assert concluded(Target(None), world_size=2)["GPU memory"].endswith(UNKNOWN_GPU)
     loaded = files.load(model=PRETRAIN)
     estimate = check.run(loaded)
     console = Console(width=240, file=io.StringIO())
@@ -98,7 +98,7 @@ def test_the_duration_is_known_for_measured_gpus(concluded: Callable[..., dict[s
     shares = r"\(10% to 50% of its peak: no speed was measured on this kind of GPU\)"
     assert re.fullmatch(rf".* s to 1 h of training steps on 1 x NVIDIA A100 {shares}", others)
     real = concluded(
-        Target(Gpu("NVIDIA H200")), "max_steps = 100000", world=2, model=f'{PRETRAIN}\ntext_tokens = "real"'
+        Target(Gpu("NVIDIA H200")), "max_steps = 100000", world_size=2, model=f'{PRETRAIN}\ntext_tokens = "real"'
     )["time"]
     assert real.startswith("at most ")
     assert real.endswith("several GPUs were not measured)")
@@ -232,7 +232,7 @@ def test_it_says_what_auto_picks(concluded: Callable[..., dict[str, str]], monke
     assert re.fullmatch(
         r"auto picks host \(.*; half of the free host memory is 5 GiB per process\)", picked(Target(small))
     )
-    assert picked(Target(small), world=2).endswith("half of the free host memory is 2.5 GiB per process)")
+    assert picked(Target(small), world_size=2).endswith("half of the free host memory is 2.5 GiB per process)")
     monkeypatch.setattr(conclusion, "available_memory", lambda: 10)
     assert picked(Target(small)).startswith("auto picks stream (")
     assert picked(Target(on_cpu=True)) == "auto picks stream (on a CPU the model takes longer than reading)"

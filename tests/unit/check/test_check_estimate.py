@@ -135,7 +135,7 @@ def test_run_rejects_data_without_a_usable_sample_or_bucket(files: Any) -> None:
 def test_the_screen_shows_numbers_and_formulas(files: Any) -> None:
     files.image("one.png", 64, 64)
     files.image("silent.png", 64, 64, caption=None)
-    estimate = check.run(files.load(tables="[ema]\nenable = true"), world=2)
+    estimate = check.run(files.load(tables="[ema]\nenable = true"), world_size=2)
     text = shown(estimate)
     assert f"{estimate.start.size.num_parameters():,}" in text
     assert "random weights of size demo" in text
@@ -206,7 +206,7 @@ def test_a_pipeline_launch_is_estimated(files: Any) -> None:
     top = "micro_batch_size_per_gpu = 2\npipeline_stages = 2\ngradient_accumulation_steps = 4"
     loaded = files.load(top=top, model=PRETRAIN)
     least = check.run(loaded)
-    assert (least.setup.world, least.setup.replicas, least.setup.deepspeed) == (2, 1, True)
+    assert (least.setup.world_size, least.setup.replicas, least.setup.deepspeed) == (2, 1, True)
     pipes = check.run(loaded, 4)
     assert {row.global_batch for row in pipes.data.rows} == {2 * 4 * 2}
     assert pipes.gpu.state.value < check.run(files.load(model=PRETRAIN), 4, by_deepspeed=True).gpu.state.value

@@ -30,7 +30,7 @@ def config(**keys: Any) -> TrainConfig:
 )
 def test_long_runs_are_compiled(keys: dict[str, Any]) -> None:
     assert why_uncompiled(config(**keys), Layout(), LONG) is None
-    assert why_uncompiled(config(**keys), Layout(world=2), LONG) is None
+    assert why_uncompiled(config(**keys), Layout(world_size=2), LONG) is None
     assert why_uncompiled(config(**keys), Layout(), None) is None, "a run of unknown length"
 
 

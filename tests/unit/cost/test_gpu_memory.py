@@ -316,10 +316,10 @@ def test_each_moment_can_be_the_costliest() -> None:
 def test_state_counts_every_copy_of_the_weights() -> None:
     count = LIGHT.parameters
     assert state_bytes(LIGHT).value == 12 * count
-    amount = state_bytes(replace(LIGHT, ema_tracks=2, world=4))
+    amount = state_bytes(replace(LIGHT, ema_tracks=2, world_size=4))
     assert amount.value == (12 + 8 + 4) * count
     assert amount.formula == "P·(weights 4 + AdamW 8 + EMA 8 + gradient buckets 4)"
-    assert state_bytes(replace(LIGHT, ema_tracks=1, world=4, parallel="fsdp2")).value == 16 * count // 4
+    assert state_bytes(replace(LIGHT, ema_tracks=1, world_size=4, parallel="fsdp2")).value == 16 * count // 4
 
 
 def test_state_depends_on_the_optimizer() -> None:
@@ -339,12 +339,12 @@ def test_evaluations_keep_the_weights_beside_an_average() -> None:
     assert with_average.moment == "evaluation"
     assert f"backup of weights {format_bytes(4 * LIGHT.parameters)}" in with_average.step.formula
     assert "backup" not in gpu_memory(few).step.formula
-    sharded = gpu_memory(replace(few, ema_tracks=1, world=4, parallel="fsdp2", batch=64))
+    sharded = gpu_memory(replace(few, ema_tracks=1, world_size=4, parallel="fsdp2", batch=64))
     assert "backup" not in sharded.step.formula or format_bytes(LIGHT.parameters) in sharded.step.formula
 
 
 def test_sharding_divides_the_state_and_gathers_blocks() -> None:
-    alone, sharded = gpu_memory(LIGHT), gpu_memory(replace(LIGHT, world=8, parallel="fsdp2"))
+    alone, sharded = gpu_memory(LIGHT), gpu_memory(replace(LIGHT, world_size=8, parallel="fsdp2"))
     assert sharded.state.value == pytest.approx(alone.state.value / 8, rel=0.001)
     assert sharded.step.value < alone.step.value
     assert "/ 8 GPUs" in sharded.state.formula
@@ -354,11 +354,11 @@ def test_sharding_divides_the_state_and_gathers_blocks() -> None:
 def test_checkpoint_copies_are_divided_among_writers() -> None:
     one = replace(LIGHT, ema_tracks=2)
     assert checkpoint_copy_bytes(one).value == one.parameters * (4 + 8 + 8)
-    assert checkpoint_copy_bytes(replace(one, world=4)).value == one.parameters * 20 // 4
-    assert checkpoint_copy_bytes(replace(one, world=16)).value == one.parameters * 20 // 8, (
+    assert checkpoint_copy_bytes(replace(one, world_size=4)).value == one.parameters * 20 // 4
+    assert checkpoint_copy_bytes(replace(one, world_size=16)).value == one.parameters * 20 // 8, (
         "only one machine writes replicas"
     )
-    assert checkpoint_copy_bytes(replace(one, world=16, parallel="fsdp2")).value == one.parameters * 20 // 16
+    assert checkpoint_copy_bytes(replace(one, world_size=16, parallel="fsdp2")).value == one.parameters * 20 // 16
 
 
 def test_other_models_are_counted() -> None:

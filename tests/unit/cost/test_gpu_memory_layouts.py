@@ -28,7 +28,7 @@ from sd3_light.families.sd3.cost import SD3Cost
 from sd3_light.families.sd3.layers import build_layers, run_layers
 
 SMALL = ModelSize("small", 4, 2, 64, 128, 64, 32, 32, 0.5, True)
-LIGHT = TrainingSetup(SD3Cost(SIZES["sd3_light"]), Tokens(256, 333), 8, ema_tracks=1, world=8, deepspeed=True)
+LIGHT = TrainingSetup(SD3Cost(SIZES["sd3_light"]), Tokens(256, 333), 8, ema_tracks=1, world_size=8, deepspeed=True)
 
 
 def saved_by(layers: list[Any], inputs: tuple[Tensor, ...]) -> tuple[int, tuple[Tensor, ...]]:
@@ -109,7 +109,7 @@ def test_zero_shards_the_state() -> None:
     assert by_zero[0] == whole
     assert by_zero[1] == by_zero[2] == round((4 + 8 / 8 + 4) * count)
     assert by_zero[3] == round((4 + 8 + 4 + 4) * count / 8) + ZERO_BUCKET_BYTES
-    assert state_bytes(replace(LIGHT, world=1)).value == whole
+    assert state_bytes(replace(LIGHT, world_size=1)).value == whole
     assert state_bytes(LIGHT).formula == "P·((weights 4 + EMA 4) + (AdamW 8) / 8 GPUs)"
     pipes = replace(LIGHT, stages=2)
     assert state_bytes(pipes).value == round((4 + 8 / 4 + 4) * pipes.parameters)
@@ -127,7 +127,7 @@ def test_gradients_depend_on_the_zero_stage() -> None:
 
     assert in_optimizer(zero=0) == pytest.approx(count + 2e9, rel=0.01)
     assert in_optimizer(zero=1) == pytest.approx(count + bucket, rel=0.01)
-    assert in_optimizer(zero=1, world=2, stages=2, bounds=(0, 16, 17)) == pytest.approx(
+    assert in_optimizer(zero=1, world_size=2, stages=2, bounds=(0, 16, 17)) == pytest.approx(
         2 * 4 * sum(SIZES["sd3_light"].layer_parameters()[:16]), rel=0.01
     )
     assert gpu_memory(replace(few, zero=2)).step.value < count
@@ -137,11 +137,11 @@ def test_gradients_depend_on_the_zero_stage() -> None:
 def test_every_process_with_a_part_writes_checkpoints() -> None:
     count = SIZES["sd3_light"].num_parameters()
     assert checkpoint_copy_bytes(LIGHT).value == round(16 * count / 8)
-    assert checkpoint_copy_bytes(replace(LIGHT, world=16, zero=0)).value == round(16 * count / 8), (
+    assert checkpoint_copy_bytes(replace(LIGHT, world_size=16, zero=0)).value == round(16 * count / 8), (
         "the first machine writes"
     )
-    assert checkpoint_copy_bytes(replace(LIGHT, world=16)).value == round(16 * count / 16)
-    pipes = replace(LIGHT, stages=2, world=2, bounds=(0, 16, 17))
+    assert checkpoint_copy_bytes(replace(LIGHT, world_size=16)).value == round(16 * count / 16)
+    pipes = replace(LIGHT, stages=2, world_size=2, bounds=(0, 16, 17))
     assert checkpoint_copy_bytes(pipes).value == 16 * pipes.parameters, "of the larger stage"
 
 

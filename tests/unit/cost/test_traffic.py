@@ -76,7 +76,7 @@ def setup_of(world: int, parallel: str, accumulation: int = 1) -> TrainingSetup:
         1,
         compute_dtype="float32",
         accumulation=accumulation,
-        world=world,
+        world_size=world,
         parallel=parallel,
     )
 
@@ -90,7 +90,7 @@ def padded(module: SD3TrainingModule, world: int) -> int:
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_fsdp2_gathers_blocks_twice_per_micro_batch(module: SD3TrainingModule, world: int, accumulation: int) -> None:
     elements = padded(module, world)
-    layout = shard(module, Launch(world=world), CPU)
+    layout = shard(module, Launch(world_size=world), CPU)
     with Collectives() as counted:
         run(layout, accumulation)
     assert counted.gathered == 2 * accumulation * elements
@@ -104,7 +104,7 @@ def test_fsdp2_gathers_blocks_twice_per_micro_batch(module: SD3TrainingModule, w
 
 
 def test_ddp_averages_the_gradients_once_per_step(module: SD3TrainingModule, world: int) -> None:
-    layout = replicate(module, Launch(world=world), 1)
+    layout = replicate(module, Launch(world_size=world), 1)
     counted = []
 
     def average(state: None, bucket: dist.GradBucket) -> Future[Tensor]:
@@ -122,9 +122,9 @@ def test_ddp_averages_the_gradients_once_per_step(module: SD3TrainingModule, wor
 
 def test_an_adapter_sends_only_its_own_gradients() -> None:
     adapter = (0, 1000, 1000, 0)
-    base = TrainingSetup(SD3Cost(SIZE), Tokens(4, 3), 1, world=4, adapter=adapter)
+    base = TrainingSetup(SD3Cost(SIZE), Tokens(4, 3), 1, world_size=4, adapter=adapter)
     assert sent_per_step(base).value == 2 * 3 / 4 * 4 * 2000
-    assert sent_per_step(replace(base, world=1)).value == 0, "one GPU sends nothing"
+    assert sent_per_step(replace(base, world_size=1)).value == 0, "one GPU sends nothing"
     assert needed_bandwidth(1000, 2.0) == 4000, "in bits per second"
 
 
@@ -133,6 +133,6 @@ def test_an_adapter_sends_only_its_own_gradients() -> None:
 )
 def test_zero_2_sends_the_gradients_of_each_micro_batch(zero: int, passes: Any) -> None:
     cost = SD3Cost(SIZE)
-    setup = TrainingSetup(cost, Tokens(4, 3), 1, accumulation=3, world=4, deepspeed=True, zero=zero)
+    setup = TrainingSetup(cost, Tokens(4, 3), 1, accumulation=3, world_size=4, deepspeed=True, zero=zero)
     weights = 4 * cost.parameters
     assert sent_per_step(setup).value == pytest.approx(3 / 4 * passes(weights, weights), rel=1e-6)

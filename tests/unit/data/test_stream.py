@@ -30,7 +30,7 @@ def order_of(data: CachedDataset, batch: int = 4, repeats: Mapping[str, float] =
 
 def steps_of(data: CachedDataset, order: Order, epoch: int = 0) -> list[dict[str, Any]]:
     """Read the global batches of one epoch."""
-    batches = MicroBatches(data, order, rank=0, world=1, micro_batches=1)
+    batches = MicroBatches(data, order, rank=0, world_size=1, micro_batches=1)
     first = epoch * order.steps_per_epoch
     return [batches[step] for step in range(first, first + order.steps_per_epoch)]
 

@@ -19,11 +19,11 @@ def set_variables(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
 
 
 def test_launchers_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Launch.detect() == Launch(rank=0, local_rank=0, world=1)
+    assert Launch.detect() == Launch(rank=0, local_rank=0, world_size=1)
     with pytest.raises(UserError, match="--local_rank"):
         Launch.detect(local_rank=0)
     set_variables(monkeypatch, TORCHELASTIC_RUN_ID="none", RANK="11", LOCAL_RANK="3", WORLD_SIZE="16")
-    assert Launch.detect() == Launch(rank=11, local_rank=3, world=16)
+    assert Launch.detect() == Launch(rank=11, local_rank=3, world_size=16)
     assert not Launch.detect().is_main
 
 
@@ -39,7 +39,7 @@ def test_leftover_shell_variables_are_ignored(monkeypatch: pytest.MonkeyPatch, l
 @pytest.mark.parametrize("rank", [0, 3])
 def test_the_deepspeed_launcher_is_detected_by_its_argument(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     set_variables(monkeypatch, RANK=str(8 + rank), LOCAL_RANK=str(rank), WORLD_SIZE="16")
-    assert Launch.detect(local_rank=rank) == Launch(rank=8 + rank, local_rank=rank, world=16)
+    assert Launch.detect(local_rank=rank) == Launch(rank=8 + rank, local_rank=rank, world_size=16)
 
 
 def test_each_launcher_sets_the_number_of_processes_per_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,10 +47,10 @@ def test_each_launcher_sets_the_number_of_processes_per_machine(monkeypatch: pyt
         with monkeypatch.context() as patch:
             patch.delenv("LOCAL_WORLD_SIZE", raising=False)
             patch.setenv(name, "4")
-            assert Launch(rank=5, local_rank=1, world=8).local_world == 4
-            assert Launch().local_world == 1, "leftover shell variables are ignored"
+            assert Launch(rank=5, local_rank=1, world_size=8).local_world_size == 4
+            assert Launch().local_world_size == 1, "leftover shell variables are ignored"
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert Launch(rank=5, local_rank=1, world=8).local_world == 8
+    assert Launch(rank=5, local_rank=1, world_size=8).local_world_size == 8
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def set_length(project: Project, length: int) -> None:
 
 def build(project: Project, rank: int = 0, world: int = 1) -> cache.CacheReport:
     torch.set_num_threads(1)
-    launch = Launch(rank=rank, local_rank=rank, world=world)
+    launch = Launch(rank=rank, local_rank=rank, world_size=world)
     (report,) = cache.run(check.load(project.train_toml), launch)
     return report
 

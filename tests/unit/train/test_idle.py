@@ -46,7 +46,7 @@ class Device:
     two kernels are the optimizer's.
     """
 
-    rank, world, writers, updates_started = 0, 1, 1, 0
+    rank, world_size, writers, updates_started = 0, 1, 1, 0
 
     def __init__(
         self, data: float, launch: float, work: float, other: float = 0.0, depth: int = 1000, between: float = 0.0

@@ -40,7 +40,7 @@ class Result:
 class CountingEngine:
     """Each step adds 1 to its only weight; steps in ``bad`` are not finite."""
 
-    rank, world, writers, updates_started = 0, 1, 1, 0
+    rank, world_size, writers, updates_started = 0, 1, 1, 0
 
     def __init__(self, bad: Sequence[int] = (), late: bool = False) -> None:
         self.bad, self.late = set(bad), late
@@ -155,7 +155,7 @@ def test_after_an_error_all_complete_steps_are_counted() -> None:
         train(steps)
     assert (steps.progress.step, steps.progress.skipped, steps.meter.window.steps) == (4, 1, 3)
     engine = CountingEngine(late=True)
-    engine.world = 2  # type: ignore[misc]
+    engine.world_size = 2  # type: ignore[misc]
 
     steps = replace(run(9, engine, logging_steps=2), steps=failing_after(2))
     with pytest.raises(UserError, match="damaged"):

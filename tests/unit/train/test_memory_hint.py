@@ -26,14 +26,14 @@ def config(**keys: Any) -> TrainConfig:
         ({"adapter": LORA, "swap_blocks": 4}, Layout(), [BITS, RECOMPUTE]),
         ({"adapter": {**LORA, "base_bits": 8}, "activation_checkpointing": True}, Layout(), [SWAP]),
         ({"adapter": {"type": "lokr", "rank": 4}}, Layout(), [SWAP, RECOMPUTE]),
-        ({"adapter": LORA, "parallel": "fsdp2"}, Layout(world=2), [RECOMPUTE]),
-        ({"adapter": LORA}, Layout(world=2, by_deepspeed=True), [RECOMPUTE]),
+        ({"adapter": LORA, "parallel": "fsdp2"}, Layout(world_size=2), [RECOMPUTE]),
+        ({"adapter": LORA}, Layout(world_size=2, by_deepspeed=True), [RECOMPUTE]),
         ({}, Layout(), [RELEASE, RECOMPUTE]),
         ({"gradient_clipping": 0}, Layout(), ["gradient_release = true", RECOMPUTE]),
         ({"gradient_release": True, "gradient_clipping": 0}, Layout(), [SWAP, RECOMPUTE]),
         ({"gradient_accumulation_steps": 2}, Layout(), [RECOMPUTE]),
-        ({}, Layout(world=2), [RECOMPUTE]),
-        ({"activation_checkpointing": "selective"}, Layout(world=2), [RECOMPUTE]),
+        ({}, Layout(world_size=2), [RECOMPUTE]),
+        ({"activation_checkpointing": "selective"}, Layout(world_size=2), [RECOMPUTE]),
         ({"optimizer": {"type": "muon"}, "activation_checkpointing": True}, Layout(), []),
     ],
 )
@@ -51,4 +51,4 @@ def test_a_full_gpu_can_do_without_graphs(graphs: bool) -> None:
     assert "cache_residence" not in memory_hint(config(), Layout(), graphs, "host")
     whole = memory_hint(config(), Layout(), graphs, "device")
     assert whole == f'write cache_residence = "stream", or {memory_hint(config(), Layout(), graphs)}'
-    assert "fsdp2" not in memory_hint(config(parallel="fsdp2"), Layout(world=2))
+    assert "fsdp2" not in memory_hint(config(parallel="fsdp2"), Layout(world_size=2))

@@ -36,7 +36,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_speed_counts_training_only(clock: list[float]) -> None:
     """Two processes, two steps of 3 s of which 1 s waits for data; a minute of evaluation is excluded."""
-    training_meter = Meter(world=2, peak_flops=100.0)
+    training_meter = Meter(world_size=2, peak_flops=100.0)
     for step in (1, 2):
         with training_meter.waiting():
             clock[0] += 1

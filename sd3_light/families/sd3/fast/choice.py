@@ -10,7 +10,9 @@ FP8_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs whose tensor cores multiply e4m3 numbers."""
 
 
-def why_stock_by_config(config: TrainConfig, size: ModelSize, world: int = 1, by_deepspeed: bool = False) -> str | None:
+def why_stock_by_config(
+    config: TrainConfig, size: ModelSize, world_size: int = 1, by_deepspeed: bool = False
+) -> str | None:
     """Return why this config runs the stock blocks, or None if it allows the fast ones."""
     if config.fast is False:
         return "fast = false"
@@ -30,7 +32,7 @@ def why_stock_by_config(config: TrainConfig, size: ModelSize, world: int = 1, by
         return "pipeline stages run the stock layers"
     if by_deepspeed and config.zero_stage == 3:
         return "ZeRO-3 shards the weights"
-    if config.fp8 and config.parallel == "fsdp2" and world > 1:
+    if config.fp8 and config.parallel == "fsdp2" and world_size > 1:
         return 'parallel = "fsdp2" shards the weights, which fp8 products copy as a whole'
     if size.dual_attention_layers:
         return "the denoiser has SD3.5's second attention"

@@ -34,7 +34,7 @@ def test_unsupported_configs_are_rejected(
 ) -> None:
     monkeypatch.setattr(deepspeed, "require_installed", lambda option: None)
     with pytest.raises(UserError) as raised:
-        deepspeed.require(config(tmp_path, **keys), Launch(world=world), wanted)
+        deepspeed.require(config(tmp_path, **keys), Launch(world_size=world), wanted)
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
 
@@ -57,7 +57,7 @@ def test_a_missing_deepspeed_names_the_install_command(tmp_path: Path, monkeypat
 )
 def test_layouts_have_names(tmp_path: Path, keys: dict[str, Any], world: int, name: str, all_write: bool) -> None:
     settings = config(tmp_path, **keys)
-    assert deepspeed.engine_name(settings, Launch(world=world)) == name
+    assert deepspeed.engine_name(settings, Launch(world_size=world)) == name
     assert deepspeed.all_write(settings) is all_write
 
 
@@ -89,4 +89,4 @@ def test_deepspeed_is_imported_only_on_use() -> None:
 )
 def test_the_stages_of_a_pipeline_read_the_same_data(rank: int, stages: int, expected: tuple[int, int]) -> None:
     share = Launch(rank, rank, 4).data_launch(stages)
-    assert (share.rank, share.world) == expected
+    assert (share.rank, share.world_size) == expected

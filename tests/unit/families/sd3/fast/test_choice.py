@@ -34,7 +34,7 @@ def train_config(**keys: Any) -> TrainConfig:
 def test_the_config_and_the_device_decide_about_fast_blocks() -> None:
     assert why_stock_by_config(train_config(), SIZE) is None
     assert why_stock_by_config(train_config(parallel="fsdp2", fp8=True), SIZE) is None, "one process shards nothing"
-    assert why_stock_by_config(train_config(parallel="fsdp2"), SIZE, world=2) is None
+    assert why_stock_by_config(train_config(parallel="fsdp2"), SIZE, world_size=2) is None
     assert why_stock_by_config(train_config(), SIZE, by_deepspeed=True) is None, "one stage runs the whole module"
     assert why_stock_by_config(train_config(zero_stage=3), SIZE) is None, "the torch engine has no ZeRO"
     reasons = [
@@ -43,7 +43,7 @@ def test_the_config_and_the_device_decide_about_fast_blocks() -> None:
         why_stock_by_config(train_config(adapter={"type": "lora", "rank": 4}), SIZE),
         why_stock_by_config(train_config(zero_stage=3), SIZE, by_deepspeed=True),
         why_stock_by_config(train_config(pipeline_stages=2), SIZE),
-        why_stock_by_config(train_config(parallel="fsdp2", fp8=True), SIZE, world=2),
+        why_stock_by_config(train_config(parallel="fsdp2", fp8=True), SIZE, world_size=2),
         why_stock_by_config(train_config(), SIZES["sd3.5_medium"]),
         why_stock_by_config(train_config(), replace(SIZE, head_dim=48)),
         why_stock_by_config(train_config(model={"transformer_dtype": "float32"}), SIZE),
