@@ -1,6 +1,6 @@
 """Trained weights of blocks in host memory and their optimizer state, as an engine updates, saves and loads them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from sd3_light.engines.protocol import norms
 from sd3_light.model.block_swap import BlockSwap
 from sd3_light.optim.build import Optimizer
-from sd3_light.optim.units import Named, OptimizerUnit
+from sd3_light.optim.units import Named, OptimizerUnit, Tensors
 
 
 def by_block(named: Named, blocks: Sequence[nn.Module]) -> list[Named]:
@@ -20,7 +20,7 @@ def by_block(named: Named, blocks: Sequence[nn.Module]) -> list[Named]:
     return [dict(members) for _, members in runs]
 
 
-class HostedBlocks(Mapping[str, Tensor]):
+class HostedBlocks(Tensors):
     """The live weights of a run by name. Those of swapped blocks are in host memory, complete when they are looked up.
 
     ``resident`` are all weights on the device, also those whose memory is only a buffer. Moves the optimizer state of

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from sd3_light.config import OptimizerConfig
-from sd3_light.config.faults import UserError
+from sd3_light.config import OptimizerConfig, UserError
 from sd3_light.config.optimizers import OPTIMIZERS
 from sd3_light.optim.adamw_8bit import AdamW8bit, create_8bit_state, has_8bit_moments
 from sd3_light.optim.batched_muon import PARTS, BatchedMuon
@@ -173,8 +172,8 @@ def create_adamw_state(optimizer: Any, parameter: nn.Parameter) -> None:
     """Create AdamW's state of step 0 for a weight; for engines that hold the torch optimizer themselves."""
     optimizer.state[parameter] = {
         "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-        "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-        "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+        "exp_avg": torch.zeros_like(parameter),
+        "exp_avg_sq": torch.zeros_like(parameter),
     }
 
 
@@ -207,7 +206,7 @@ def _muon_groups(matrices: Named, kinds: WeightKinds, split: bool) -> list[dict[
 
 @torch.no_grad()
 def _create_muon_state(optimizer: Any, parameter: nn.Parameter) -> None:
-    optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter, memory_format=torch.preserve_format)}
+    optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
 
 
 def _make_adamw8bit(named: Named, kinds: WeightKinds, config: OptimizerConfig, draws: StepDraws) -> list[OptimizerPart]:

@@ -16,6 +16,7 @@ from sd3_light.config.optimizers import UNIT_ELEMENTS
 from sd3_light.optim.draws import StepDraws, round_stochastically
 
 Named = Mapping[str, nn.Parameter]
+Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)

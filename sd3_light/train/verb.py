@@ -51,7 +51,7 @@ from sd3_light.train.resume import (
     rate_settings,
     require_start,
 )
-from sd3_light.train.rollouts import drawn_samples, drawn_steps
+from sd3_light.train.rollouts import drawn_samples
 from sd3_light.train.state import MakeObjective, TrainState, describe_start, make_train_state
 
 __all__ = ["OnSample", "Resume", "order_review", "require_start", "run"]
@@ -183,13 +183,12 @@ def _make_run(context: RunContext, state: TrainState, progress: Progress, window
         advice = IdleAdvice(config.num_dataloader_workers, times)
         watch_updates(engine, gaps)
     requests = RunRequests(folder, config.checkpoint_every_n_minutes, context.groups.control)
-    steps: Callable[[int], StepStream] = partial(placeholder_steps, order, share.world_size, micro)
     samples_in: Callable[[int], int] = order.batch_size
-    if config.reward is not None:
+    if config.reward is not None:  # the objective draws the samples
         size = batch_size_for(config.micro_batch_size_per_gpu, context.bucket.resolution)
-        steps = partial(drawn_steps, size, micro)
         samples_in = partial(drawn_samples, size * micro * share.world_size)
-    elif launch.reads_data(context.stages):
+    steps: Callable[[int], StepStream] = partial(placeholder_steps, samples_in, share.world_size, micro)
+    if config.reward is None and launch.reads_data(context.stages):
         source = TrainingData(config, context.data, order, share, context.resident, context.by_segment)
         steps = training_steps(source, engine, state.preparer, prefetch_to, times, requests.on_lost_worker)
     return Run(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from sd3_light.engines.protocol import PARAM_KIND, TensorPiece, ToHost
 from sd3_light.launch import Launch
 from sd3_light.optim.build import create_adamw_state
+from sd3_light.optim.units import Named, Tensors
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class ShardState:
     def __init__(
         self,
         launch: Launch,
-        parameters: Mapping[str, nn.Parameter],
+        parameters: Named,
         shapes: Mapping[str, tuple[int, ...]],
         optimizer: Any,
         zero: Any,
@@ -62,7 +63,7 @@ class ShardState:
                 else:  # a counter of the whole group
                     yield TensorPiece(f"{kind}/{name}", value.view(-1), 0, (), writes=self.launch.rank == 0)
 
-    def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[TensorPiece]:
+    def like_weights(self, kind: str, held: Tensors) -> Iterator[TensorPiece]:
         """Yield the pieces of tensors laid out like the weights."""
         for name in self._parts:
             if name in held:
@@ -74,7 +75,7 @@ class ShardState:
             full_name, values, part.start if part.length else 0, self.shapes[name], writes=part.length > 0
         )
 
-    def gather(self, held: Mapping[str, Tensor], to_host: ToHost) -> dict[str, Tensor] | None:
+    def gather(self, held: Tensors, to_host: ToHost) -> dict[str, Tensor] | None:
         """Gather copies of tensors laid out like the weights in rank 0's host memory, one tensor at a time."""
         gathered = {}
         for name, part in self._parts.items():
