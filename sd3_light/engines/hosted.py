@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from sd3_light.engines.protocol import norms
 from sd3_light.model.block_swap import BlockSwap
 from sd3_light.optim.build import Optimizer
-from sd3_light.optim.units import Named, OptimizerUnit, Tensors
+from sd3_light.optim.chunks import Named, Tensors, WeightChunk
 
 
 def by_block(named: Named, blocks: Sequence[nn.Module]) -> list[Named]:
@@ -58,15 +58,15 @@ class HostedBlocks(Tensors):
         """Complete weights and optimizer state in host memory."""
         self._swap.settle()
 
-    def step(self, optimizer: Optimizer, skip: Tensor, unit: OptimizerUnit) -> None:
-        """Take the step of a unit, whose weights are all of one block or of none that is swapped."""
-        block = self._blocks.get(next(iter(unit.weights)))
+    def step(self, optimizer: Optimizer, skip: Tensor, chunk: WeightChunk) -> None:
+        """Take the step of a chunk, whose weights are all of one block or of none that is swapped."""
+        block = self._blocks.get(next(iter(chunk.weights)))
         if block is not None:
             self._swap.update(block)
-        optimizer.step(skip, unit)
+        optimizer.step(skip, chunk)
         if block is not None:
-            weights = [weight.detach() for weight in unit.weights.values()]
-            self._norms |= dict(zip(unit.weights, norms(weights), strict=True))
+            weights = [weight.detach() for weight in chunk.weights.values()]
+            self._norms |= dict(zip(chunk.weights, norms(weights), strict=True))
 
     def norm(self, device: torch.device) -> Tensor:
         """Return the norm over all weights, on the device; those in host memory were measured in their last update."""

@@ -13,7 +13,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.core.batch import Batch
 from sd3_light.flow.objective import NUM_BANDS
 from sd3_light.optim.build import Optimizer
-from sd3_light.optim.units import Tensors
+from sd3_light.optim.chunks import Tensors
 
 if TYPE_CHECKING:
     from sd3_light.engines.networks import Networks

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from sd3_light.config import EmaConfig
+from sd3_light.optim.chunks import Tensors
 from sd3_light.optim.power_function import decay_at, gamma_from_sigma_rel, ramped_decay
-from sd3_light.optim.units import Tensors
 
 MAIN_TRACK = "ema"
 """Name of the track that [ema] itself describes; [[ema.track]] entries have their own names."""

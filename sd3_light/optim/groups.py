@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from sd3_light.core.model import block_parents, is_block_list
-from sd3_light.optim.units import Named
+from sd3_light.optim.chunks import Named
 
 _MODULATION = re.compile(r"(^|\.)(norm\w*|\w*mod|\w*modulation)\.")
 """Modules inside a block that compute scales, shifts and gates, by their names in diffusers' classes."""

@@ -1,4 +1,4 @@
-"""The training stage: from a cache to checkpoints and exports."""
+"""The training verb: from a cache to checkpoints and exports."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -268,7 +268,7 @@ def _make_hooks(
     on_sample: OnSample | None,
     requests: RunRequests,
 ) -> RunHooks:
-    """Return the hooks of the train stage."""
+    """Return the hooks of the train verb."""
     loaded = context.loaded
     launch = context.launch
     stages = context.stages

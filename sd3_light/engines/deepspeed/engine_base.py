@@ -16,7 +16,7 @@ from sd3_light.engines.deepspeed.stage_state import StageState
 from sd3_light.engines.protocol import Engine, TensorPiece, ToHost, sum_of_squares, to_host
 from sd3_light.launch import Launch
 from sd3_light.optim.build import make_optimizer
-from sd3_light.optim.units import Named, Tensors
+from sd3_light.optim.chunks import Named, Tensors
 
 
 class DeepSpeedBase(Engine):

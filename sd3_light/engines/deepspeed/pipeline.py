@@ -25,7 +25,7 @@ from sd3_light.engines.protocol import StepResult, loss_sums, sum_of_squares
 from sd3_light.engines.torch import sums_by_band
 from sd3_light.flow.objective import NUM_BANDS
 from sd3_light.launch import Launch
-from sd3_light.optim.units import Named
+from sd3_light.optim.chunks import Named
 
 _TARGETS = ("t", "target", "mask", "weight")
 """What the last stage takes of a batch."""

@@ -11,7 +11,7 @@ from sd3_light.core.model import HEADS
 from sd3_light.engines.protocol import PARAM_KIND, TensorPiece, ToHost, assign_writers
 from sd3_light.launch import Launch
 from sd3_light.optim.build import create_adamw_state
-from sd3_light.optim.units import Named, Tensors
+from sd3_light.optim.chunks import Named, Tensors
 
 
 class StageState:
