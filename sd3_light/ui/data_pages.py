@@ -19,7 +19,7 @@ from sd3_light.pages import render_template
 from sd3_light.report.inspect.cache_stats import ShardStats, bucket_order
 from sd3_light.report.inspect.source_images import image_location
 from sd3_light.report.inspect.verb import Inspection
-from sd3_light.sources.buckets import plan
+from sd3_light.sources.buckets import resize_for
 from sd3_light.sources.preprocess import Reject, fit
 from sd3_light.sources.video import open_still
 from sd3_light.ui.folders import Folders
@@ -127,7 +127,7 @@ def original_image(folders: Folders, cache_id: str, shard: str, row: int) -> byt
         image = open_still(image_location(manifest.places, entry.directory, origin.image))
     except Reject as error:
         raise UserError(f"{origin.key}: {error.detail or error.reason}") from error
-    cropped = Image.fromarray(fit(image, plan(*image.size, named_bucket(entry.bucket))))
+    cropped = Image.fromarray(fit(image, resize_for(*image.size, named_bucket(entry.bucket))))
     cropped.thumbnail((_LARGEST_SIDE, _LARGEST_SIDE), Image.Resampling.LANCZOS)  # never enlarges
     buffer = io.BytesIO()
     cropped.save(buffer, "WEBP", quality=88)

@@ -26,7 +26,7 @@ from sd3_light.report.inspect import verb as inspect
 from sd3_light.report.inspect.cache_page import CachePage, group_samples, render_page, write_cache_page
 from sd3_light.report.inspect.cache_stats import inspect_cache
 from sd3_light.report.inspect.rejects import RejectSummary
-from sd3_light.sources.buckets import Bucket, plan
+from sd3_light.sources.buckets import Bucket, resize_for
 from sd3_light.sources.preprocess import REASONS, decode, fit, fit_mask
 from sd3_light.world import write_dataset
 from tests.shards import sd3_content
@@ -59,7 +59,7 @@ class SmallCache:
     def shard(self, bucket: str, numbers: list[int], first_captions: list[str], mask: bool = False) -> ShardEntry:
         size = Bucket(*map(int, bucket.split("x")))
         files = [self.sources / f"{number:06d}.png" for number in numbers]
-        plans = [plan(*Image.open(file).size, size) for file in files]
+        plans = [resize_for(*Image.open(file).size, size) for file in files]
         pixels = np.stack([fit(decode(file.read_bytes()), resize) for file, resize in zip(files, plans, strict=True)])
         firsts = [*first_captions, *["two words"] * (len(numbers) - len(first_captions))]
         captions = [(first, f"and {number}") for first, number in zip(firsts, numbers, strict=True)]
