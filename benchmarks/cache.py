@@ -135,10 +135,7 @@ def encoder_seconds(loaded: LoadedConfig, device: torch.device) -> dict[str, flo
         )
         for bucket in {bucket for bucket, _ in planned}
     }
-    with FrozenParts(
-        train.model.diffusers_path, device, text_dtype=torch.bfloat16, t5_max_length=train.model.t5_max_length,
-        text_tokens=train.model.text_tokens, batch_size=train.caching_batch_size, vae_dtype=train.model.vae_dtype,
-    ) as parts:  # fmt: skip
+    with FrozenParts(train.model, device, train.caching_batch_size) as parts:
         work = []
         for bucket, captions in planned:
             distinct = list(dict.fromkeys(caption for sample in captions for caption in sample))

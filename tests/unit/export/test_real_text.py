@@ -20,9 +20,7 @@ from sd3_light.export.export_spec import ExportSpec
 from sd3_light.export.open_pipeline import open_pipeline
 from sd3_light.export.proof import ProofError, expectation, prove
 from sd3_light.families.sd3 import real_pipeline
-from sd3_light.families.sd3.masked_attention import MaskedJointAttention, real_text_mask
-from sd3_light.families.sd3.random_weights import new_transformer
-from sd3_light.families.sd3.real_pipeline import RealTextAttention, RealTextPipeline
+from sd3_light.families.sd3.real_pipeline import RealTextPipeline
 from sd3_light.families.sd3.sample_texts import TextPolicy
 from sd3_light.sample.generate import ImageRequest, generate
 from tests.unit.export.denoisers import live_denoiser
@@ -152,28 +150,6 @@ def test_the_proof_uses_the_folders_pipeline(
 @pytest.fixture(scope="module")
 def real(exports: dict[tuple[str, str], Path]) -> Any:
     return open_pipeline(exports["real", "empty"], CPU)[0]
-
-
-def test_its_attention_equals_that_of_training() -> None:
-    transformer = new_transformer(CONFIG, 0)
-    transformer.load_state_dict(live_weights())
-    generator = torch.Generator().manual_seed(1)
-    lengths = torch.tensor([2, 5])
-    inputs = {
-        "hidden_states": torch.randn(2, 16, 8, 8, generator=generator),
-        "timestep": torch.tensor([100.0, 900.0]),
-        "encoder_hidden_states": torch.randn(2, 5, CONFIG["joint_attention_dim"], generator=generator),
-        "pooled_projections": torch.randn(2, CONFIG["pooled_projection_dim"], generator=generator),
-    }
-    outputs = []
-    for processor, options in (
-        (MaskedJointAttention(), {"attention_mask": real_text_mask(lengths, 5, 16)}),
-        (RealTextAttention(), {"text_lengths": lengths}),
-    ):
-        transformer.set_attn_processor(processor)
-        with torch.no_grad():
-            outputs.append(transformer(**inputs, joint_attention_kwargs=options, return_dict=False)[0])
-    assert torch.equal(*outputs)
 
 
 def test_custom_embeddings_use_all_rows_or_the_given_lengths(real: Any) -> None:
