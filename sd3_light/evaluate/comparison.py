@@ -1,4 +1,4 @@
-"""Compares sets of images with the true images of the same captions, by the features of a judge or a vision model.
+"""Compares sets of images with the true images of the same captions, by the features of a model (see `feature_model`).
 
 Every set is measured in the same way. The samples are split at random into halves A and B; distribution metrics compare
 the true images of A with a set's images of B. With the true images as the set this shows how far two halves of the
@@ -29,7 +29,7 @@ from sd3_light.evaluate.distances import (
     kernel_distance,
     precision_recall,
 )
-from sd3_light.evaluate.judge import Judge
+from sd3_light.evaluate.feature_model import FeatureModel
 from sd3_light.evaluate.pixels import PIXEL_METRICS, pixel_scores
 from sd3_light.randomness import stream
 from sd3_light.sources.preprocess import Pixels
@@ -82,7 +82,7 @@ class Scores:
         return {"images": self.count, **values}
 
 
-def image_features(judge: Judge, images: Sequence[Pixels]) -> Tensor:
+def image_features(feature_model: FeatureModel, images: Sequence[Pixels]) -> Tensor:
     """Return the features of images of any sizes, vectors of length 1, in float64 on the CPU."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for index, pixels in enumerate(images):
@@ -91,14 +91,16 @@ def image_features(judge: Judge, images: Sequence[Pixels]) -> Tensor:
     for indices in groups.values():
         for start in range(0, len(indices), _BATCH):
             batch = indices[start : start + _BATCH]
-            features = judge.image_features(np.stack([images[index] for index in batch]))
+            features = feature_model.image_features(np.stack([images[index] for index in batch]))
             rows.update(zip(batch, features.double().cpu(), strict=True))
     return _finite(torch.stack([rows[index] for index in range(len(images))]))
 
 
-def text_features(judge: Judge, captions: Sequence[str]) -> Tensor:
+def text_features(feature_model: FeatureModel, captions: Sequence[str]) -> Tensor:
     """Return the features of captions, as `image_features` does."""
-    batches = [judge.text_features(captions[start : start + _BATCH]) for start in range(0, len(captions), _BATCH)]
+    batches = [
+        feature_model.text_features(captions[start : start + _BATCH]) for start in range(0, len(captions), _BATCH)
+    ]
     return _finite(torch.cat(batches).double().cpu())
 
 
@@ -111,7 +113,7 @@ def _finite(features: Tensor) -> Tensor:
 class Comparison:
     """The true images, one per caption, with which sets of images of the same captions are compared.
 
-    ``texts`` are the features of the captions, None if the judge reads no text: then there is no retrieval. With the
+    ``texts`` are the features of the captions, None if the model reads no text: then there is no retrieval. With the
     ``pixels`` of the true images sets have paired differences, and PSNR and edge agreement.
     """
 

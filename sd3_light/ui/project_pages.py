@@ -12,7 +12,7 @@ from sd3_light.pages import render_template
 from sd3_light.ui.config_form import form_groups
 from sd3_light.ui.folders import Folders, folder_id
 from sd3_light.ui.playground import Playground
-from sd3_light.ui.projects import Plan, Projects, config_faults
+from sd3_light.ui.projects import ProjectPreview, Projects, config_faults
 from sd3_light.ui.run_pages import RunRow, row_of
 from sd3_light.ui.run_queue import RunQueue, can_resume
 
@@ -49,7 +49,7 @@ def projects_page(folders: Folders, projects: Projects, playground: Playground) 
     )
 
 
-def plan_page(plan: Plan) -> str:
+def plan_page(plan: ProjectPreview) -> str:
     """Return the page of a plan, which updates itself until the plan is made."""
     files: list[tuple[Path, str]] = []
     if plan.project is not None:

@@ -128,7 +128,7 @@ def config_faults(path: Path, kind: str, text: str) -> list[Fault]:
 
 
 @dataclass(eq=False)
-class Plan:
+class ProjectPreview:
     """A project that is planned; the thread sets the results, others read them."""
 
     id: int
@@ -147,25 +147,25 @@ class Planner:
     def __init__(self, folders: Folders, prepare: Callable[[], object]) -> None:
         self.files = ServedFiles(folders.roots)
         self._prepare = prepare
-        self._plans: dict[int, Plan] = {}
+        self._plans: dict[int, ProjectPreview] = {}
         self._ids = itertools.count(1)
         self._lock = threading.Lock()  # of the dict
         self._working = threading.Lock()
 
-    def plan(self, number: int) -> Plan:
+    def plan(self, number: int) -> ProjectPreview:
         """Return a plan. Raises UserError for an unknown number."""
         plan = self._plans.get(number)
         if plan is None:
             raise UserError(f"there is no plan {number}; make it again")
         return plan
 
-    def submit(self, form: Mapping[str, str]) -> Plan:
+    def submit(self, form: Mapping[str, str]) -> ProjectPreview:
         """Begin to plan a project of these form values. Raises UserError for values that are not valid."""
         arguments = _arguments(form, self.files)
         with self._lock:
             if sum(not plan.is_done for plan in self._plans.values()) >= _MOST_PLANS:
                 raise UserError(f"{_MOST_PLANS} plans are being made already; try again when one of them is done")
-            plan = Plan(next(self._ids), dict(form))
+            plan = ProjectPreview(next(self._ids), dict(form))
             self._plans[plan.id] = plan
             for old in [number for number, each in self._plans.items() if each.is_done][:-_MOST_PLANS]:
                 del self._plans[old]
@@ -186,7 +186,7 @@ class Planner:
                 plan.created = plan.project.train_toml
         return plan.created
 
-    def _work(self, plan: Plan, arguments: "_Arguments") -> None:
+    def _work(self, plan: ProjectPreview, arguments: "_Arguments") -> None:
         with self._working:
             try:
                 self._prepare()
@@ -247,7 +247,7 @@ def _number(values: Mapping[str, str], name: str, least: int, most: int) -> floa
     return number
 
 
-def _fill(plan: Plan, arguments: _Arguments) -> None:
+def _fill(plan: ProjectPreview, arguments: _Arguments) -> None:
     """Plan a project, then check it; a plan that cannot be checked cannot be created."""
     from sd3_light.new import verb as new
     from sd3_light.new.summary import plan_lines, size_line
