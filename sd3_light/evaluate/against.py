@@ -197,7 +197,7 @@ def draw(chosen: ChosenModel, truths: Sequence[Truth], device: torch.device, opt
     drawing = policy.drawing(options.steps, options.guidance, USUAL_STEPS)
     info(f"drawing {len(requests):,} captions with {chosen.text_facts}")
     with progress("draw", len(requests), "images") as bar:
-        images = generate(pipe, requests, policy, *drawing, options.batch, bar.set_done, exact=device.type == "cpu")
+        images = generate(pipe, requests, policy, drawing, options.batch, bar.set_done, exact=device.type == "cpu")
     return [np.asarray(image.convert("RGB")) for image in images]
 
 

@@ -190,8 +190,8 @@ class Comparison:
         """Return the differences to the true images: means over the splits, errors by drawing images again."""
         if self.pixels is None:
             return {}
-        made = self._features(features)
-        true = self._features(self.truths)
+        made = _scaled(features)
+        true = _scaled(self.truths)
         plain: list[list[float]] = []
         drawn: list[list[list[float]]] = []
         for number in range(_SPLITS):
@@ -213,10 +213,6 @@ class Comparison:
             for name, value, error in zip(self._paired_names, values, errors, strict=True)
         }
 
-    def _features(self, vectors: Tensor) -> Tensor:
-        scale: float = vectors.shape[1] ** 0.5  # so that the kernel of KID is (cosine + 1)^3, whatever the width
-        return scale * vectors
-
     def _split(self, number: int, rows: Tensor) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the rows of one half, and those of the other that are among ``rows``."""
         order = stream(self.seed, "metrics-split", 0, 0, number).permutation(len(self.truths))
@@ -230,8 +226,8 @@ class Comparison:
             first, second = self._split(number, rows)
             if len(second) <= NEIGHBOURS:
                 return dict.fromkeys(_OF_SETS)
-            true = self._features(self.truths)[first]
-            made = self._features(features)[second]
+            true = _scaled(self.truths)[first]
+            made = _scaled(features)[second]
             values.append((frechet_distance(true, made), kernel_distance(true, made), *precision_recall(true, made)))
         columns = np.array(values).T
         return {name: _estimate(column.mean(), column) for name, column in zip(_OF_SETS, columns, strict=True)}
@@ -240,6 +236,11 @@ class Comparison:
         numbers = values.numpy()
         draws = stream(self.seed, "metrics-bootstrap", 0, 0, 0).integers(0, len(numbers), (_RESAMPLES, len(numbers)))
         return _estimate(numbers.mean(), numbers[draws].mean(1))
+
+
+def _scaled(vectors: Tensor) -> Tensor:
+    scale: float = vectors.shape[1] ** 0.5  # so that the kernel of KID is (cosine + 1)^3, whatever the width
+    return scale * vectors
 
 
 def _difference(true: Tensor, made: Tensor, first: NDArray[np.int64], second: NDArray[np.int64]) -> list[float]:

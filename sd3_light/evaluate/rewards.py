@@ -42,7 +42,10 @@ def open_reward(name: str | Path, device: torch.device) -> Reward:
     if name == WORLD:
         return world_reward
     if isinstance(name, Path):
-        return partial(_similarity, load_text_feature_model(name, device))
+        feature_model = load_feature_model(name, device)
+        if not feature_model.reads_text:
+            raise UserError(f"reward.score: {name} has no text encoder; give a CLIP folder")
+        return partial(_similarity, feature_model)
     if name == PYTHON:
         raise UserError(
             'reward.score = "python" is a function that a script passes to sd3_light.tasks.launch_reward_task; '
@@ -77,14 +80,6 @@ def world_reward(images: Images, prompts: Sequence[str]) -> list[float]:
 @cache
 def _scene(prompt: str) -> Scene:
     return parse_caption(prompt)
-
-
-def load_text_feature_model(folder: Path, device: torch.device) -> FeatureModel:
-    """Load a model that reads text."""
-    feature_model = load_feature_model(folder, device)
-    if not feature_model.reads_text:
-        raise UserError(f"reward.score: {folder} has no text encoder; give a CLIP folder")
-    return feature_model
 
 
 def _similarity(feature_model: FeatureModel, images: Images, prompts: Sequence[str]) -> Any:

@@ -29,7 +29,7 @@ class ConfigRow:
 
 def projects_page(folders: Folders, projects: Projects, playground: Playground) -> str:
     """Return the list of configs, with the form of a new project."""
-    found = projects.search()
+    found = projects.found.get()
     rows = [
         ConfigRow(folder_id(path), path, kind, _row(folders, projects, path, kind))
         for path, kind in found.configs.items()
@@ -42,10 +42,8 @@ def projects_page(folders: Folders, projects: Projects, playground: Playground) 
         models=list(dict.fromkeys(models)),
         images=found.images,
         root=folders.roots[0],
-        roots=", ".join(map(str, folders.roots)),
-        notes=[],
+        roots=folders.roots,
         served="/projects",
-        live=False,
     )
 
 
@@ -57,14 +55,7 @@ def plan_page(plan: ProjectPreview) -> str:
 
         files = files_of(plan.project)
     notes = [plan.error] if plan.error else []
-    return render_template(
-        "plan.html",
-        plan=plan,
-        files=files,
-        notes=notes,
-        served="/projects",
-        live=not plan.is_done,
-    )
+    return render_template("plan.html", plan=plan, files=files, notes=notes, served="/projects", live=not plan.is_done)
 
 
 def editor_page(folders: Folders, projects: Projects, queue: RunQueue, config_id: str) -> str:
@@ -82,7 +73,6 @@ def editor_page(folders: Folders, projects: Projects, queue: RunQueue, config_id
         is_pending=run is not None and queue.is_pending(run),
         notes=[] if run is None else queue.notes(run),
         served="/projects",
-        live=False,
     )
 
 
