@@ -19,7 +19,7 @@ from sd3_light.assets import DEMO
 from sd3_light.cli import app
 from sd3_light.config import load_images
 from sd3_light.config.faults import ConfigFaults, Stopped, UserError
-from sd3_light.evaluate.judge import shares_captions
+from sd3_light.evaluate.feature_model import shares_captions
 from sd3_light.model.folder import check_configs, missing_parts
 from sd3_light.parts import verb as stage
 from sd3_light.parts.contrastive import TextOptions, TextTask
