@@ -1,4 +1,4 @@
-"""The parts stage: train VAE, tokenizers and text encoders on a dataset, and write them as an SD3 folder.
+"""The parts verb: train VAE, tokenizers and text encoders on a dataset, and write them as an SD3 folder.
 
     OUT/model_index.json, scheduler/, tokenizer*/, text_encoder*/, vae/    what `diffusers_path` needs
     OUT/judge/                                                            image and text tower, to measure results with
@@ -116,7 +116,7 @@ def run(data: Path, out: Path, options: PartsOptions | None = None) -> PartsResu
     _open_folder(out)
     try:
         with write_errors(out), _stopping_at_once():
-            return _Stage(dataset, out, options, RunRequests(out / WORK)).build()
+            return _PartsRun(dataset, out, options, RunRequests(out / WORK)).build()
     except Interrupted as error:  # after the last step
         raise Stopped(f"{error}; {_KEPT}") from error
 
@@ -160,8 +160,8 @@ def _stop_rule(requests: RunRequests, minutes: float | None) -> Callable[[], str
     return reason
 
 
-class _Stage:
-    """One run of the stage."""
+class _PartsRun:
+    """One run of the verb."""
 
     def __init__(self, dataset: DatasetConfig, out: Path, options: PartsOptions, requests: RunRequests) -> None:
         self.dataset = dataset

@@ -15,7 +15,7 @@ from sd3_light.ui.folders import Folders, folder_id
 from sd3_light.ui.served_files import ServedFiles
 
 if TYPE_CHECKING:
-    from sd3_light.export.hub import UploadPlan
+    from sd3_light.export.hub import Upload
 
 _MOST_SHARES = 50
 PLANNING = "planning"
@@ -35,7 +35,7 @@ class Share:
     licence: str = ""
     public: bool = False
     state: str = PLANNING
-    plan: "UploadPlan | None" = None
+    plan: "Upload | None" = None
     error: str = ""
     address: str = ""
 
@@ -107,9 +107,9 @@ class Sharing:
 
 
 def _plan(share: Share) -> None:
-    from sd3_light.export.hub import Target, plan_upload
+    from sd3_light.export.hub import Target, prepare_upload
 
-    share.plan = plan_upload(share.source, Target(share.repo, share.licence, share.public))
+    share.plan = prepare_upload(share.source, Target(share.repo, share.licence, share.public))
     share.state = PLANNED
 
 
