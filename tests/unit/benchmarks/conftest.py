@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-COMMON = ("ablations", "basics", "lanes", "models", "paired", "world")
+COMMON = ("ablations", "basics", "models", "processes", "world")
 
 
 @pytest.fixture(scope="module")
@@ -16,5 +16,5 @@ def scripts() -> Iterator[SimpleNamespace]:
     """Modules of the benchmarks by name."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))
-        names = ("run_list", "ablate", "real_size", *(f"common.{name}" for name in COMMON))
+        names = ("run_list", "ablate", "real_size", "step", *(f"common.{name}" for name in COMMON))
         yield SimpleNamespace(**{name.removeprefix("common."): importlib.import_module(name) for name in names})
