@@ -14,9 +14,6 @@ from tests.e2e.browser import Browser, drag, press, touch
 from tests.e2e.ui_server import served
 from tests.waiting import wait_until
 
-pytest.importorskip("starlette", reason="needs starlette and uvicorn, the extra ui")
-pytest.importorskip("uvicorn", reason="needs starlette and uvicorn, the extra ui")
-
 STEPS = 3000
 HOSTILE = "</script><b>&'\" off=1"
 

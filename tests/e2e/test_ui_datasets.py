@@ -23,9 +23,6 @@ from tests.e2e.ui_server import served
 from tests.project import Project
 from tests.waiting import wait_until
 
-pytest.importorskip("starlette", reason="needs starlette and uvicorn, the extra ui")
-pytest.importorskip("uvicorn", reason="needs starlette and uvicorn, the extra ui")
-
 MANY = 20_000
 
 

@@ -17,10 +17,6 @@ from tests.families import save_pipeline
 from tests.unit.ui.conftest import write_run
 from tests.unit.ui.test_evaluation_pages import write_evaluation
 
-pytest.importorskip("starlette", reason="needs starlette and uvicorn, the extra ui")
-pytest.importorskip("uvicorn", reason="needs starlette and uvicorn, the extra ui")
-
-
 READ_ONLY_PAGES = ["Runs", "Queue", "Evaluations", "Data"]
 
 
