@@ -22,7 +22,6 @@ from sd3_light.export import init
 from sd3_light.export import verb as export
 from sd3_light.export.chosen import choose_model
 from sd3_light.families.sd3.positions import position_table
-from sd3_light.flow import objectives
 from sd3_light.flow.objective import BAND_NAMES
 from sd3_light.report import verb as report
 from sd3_light.report.inspect import verb as inspect
@@ -208,24 +207,15 @@ def test_a_sample_equals_the_stock_pipelines_image(export_folder: Path, tmp_path
     ours = Image.open(tmp_path / "00000.png")
     assert ours.size == (64, 64)
     assert np.array_equal(np.asarray(ours), np.asarray(stock))
-    sample.run(
-        export_folder, [PromptRow("两个绿色的星星")], [seed], tmp_path / "other", sample.SampleOptions(steps, guidance)
-    )
-    assert not np.array_equal(np.asarray(ours), np.asarray(Image.open(tmp_path / "other" / "00000.png"))), (
-        "the text matters"
-    )
     facts = json.loads(ours.text["sd3_light"])
     assert (facts["prompt"], facts["seed"]) == (PROMPT, seed)
-
-
-def test_each_prompt_is_sampled_with_each_seed(export_folder: Path, tmp_path: Path) -> None:
-    rows = [PromptRow(PROMPT), PromptRow("两个绿色的星星")]
-    grid = sample.run(export_folder, rows, [1, 2], tmp_path, sample.SampleOptions(1, 1.0, 80, 48))
-    assert grid == tmp_path / "grid.png"
-    images = [np.asarray(Image.open(tmp_path / f"{number:05d}.png")) for number in range(4)]
+    rows, out = [PromptRow(PROMPT), PromptRow("两个绿色的星星")], tmp_path / "several"
+    assert sample.run(export_folder, rows, [1, 2], out, sample.SampleOptions(1, guidance, 80, 48)) == out / "grid.png"
+    images = [np.asarray(Image.open(out / f"{number:05d}.png")) for number in range(4)]
     assert all(image.shape == (48, 80, 3) for image in images)
-    assert not np.array_equal(images[0], images[1])
-    assert len(list(tmp_path.iterdir())) == 5
+    assert not np.array_equal(images[0], images[1]), "the seed matters"
+    assert not np.array_equal(images[0], images[2]), "the text matters"
+    assert len(list(out.iterdir())) == 5
 
 
 def test_a_model_is_measured_against_true_images(export_folder: Path, tmp_path: Path, finished: Project) -> None:
@@ -305,19 +295,6 @@ def test_other_losses_train_and_a_pattern_that_freezes_nothing_is_rejected(proje
     assert math.isfinite(huber)
     with pytest.raises(UserError, match=r"freeze: 'blocks\.\*' matches no parameter; names look like 'transformer_"):
         project.train('freeze=["blocks.*"]', 'output_dir="other"')
-
-
-def test_runs_without_finite_losses_stop_or_fail(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = objectives.flow_loss
-    monkeypatch.setattr(objectives, "flow_loss", lambda *args: real(*args) * float("nan"))
-    with pytest.raises(UserError, match=r"not finite in 3 steps in a row .*then resume"):
-        project.train("max_steps=10", "max_nonfinite_steps=2")
-    assert [event["step"] for event in project.events("skip")] == [1, 2, 3]
-    assert [event["skipped"] for event in project.events("step")] == [1, 2]
-    assert "not finite" in project.events("stop")[0]["reason"]
-    with pytest.raises(UserError, match="none of 2 steps was taken"):
-        project.train("max_steps=2", 'output_dir="none"')
-    assert project.events("export", "none") == []
 
 
 def test_epochs_end_a_run_and_only_the_newest_checkpoints_are_kept(project: Project, unproven: None) -> None:
