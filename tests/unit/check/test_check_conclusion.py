@@ -35,9 +35,9 @@ def concluded(files: Any) -> Callable[..., dict[str, str]]:
     for number in range(4):
         files.image(f"{number}.png", 64, 64)
 
-    def lines(target: Target, top: str = "", world: int | None = None, **changes: str) -> dict[str, str]:
+    def lines(target: Target, top: str = "", world_size: int | None = None, **changes: str) -> dict[str, str]:
         loaded = files.load(top=top, **{"model": PRETRAIN, **changes})
-        return dict(conclude(loaded.train, check.run(loaded, world), target))
+        return dict(conclude(loaded.train, check.run(loaded, world_size), target))
 
     return lines
 
