@@ -189,15 +189,14 @@ def test_gradients_are_reset_between_steps(make: Callable[..., TorchEngine]) -> 
 # --- skipped steps -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-@pytest.mark.parametrize("where", ["first", "last"])
-def test_a_non_finite_loss_changes_nothing(make: Callable[..., TorchEngine], poison: float, where: str) -> None:
+@pytest.mark.parametrize(("poison", "where"), [(float("nan"), 0), (float("inf"), -1)])
+def test_a_non_finite_loss_changes_nothing(make: Callable[..., TorchEngine], poison: float, where: int) -> None:
     engine, undisturbed = make(), make()
     for each in (engine, undisturbed):
         each.train_step([line_batch(0)], 1e-2)
     before = snapshot(engine)
     bad = line_batch(1).split(2)
-    bad[0 if where == "first" else -1]["noisy"][0, 0] = poison
+    bad[where]["noisy"][0, 0] = poison
     result = engine.train_step(bad, 1e-2).read()
     assert not result.taken
     assert not math.isfinite(result.losses["loss"])
@@ -206,10 +205,7 @@ def test_a_non_finite_loss_changes_nothing(make: Callable[..., TorchEngine], poi
     for each in (engine, undisturbed):
         assert each.train_step([line_batch(2)], 1e-2).read().taken
     assert equal(snapshot(engine), snapshot(undisturbed))
-
-
-def test_a_non_finite_gradient_skips_the_step(make: Callable[..., TorchEngine]) -> None:
-    engine = make()
+    # nor does a gradient
     before = snapshot(engine)
     engine.module.denoiser.weight.register_hook(lambda gradient: gradient * float("inf"))
     result = engine.train_step([line_batch()], 1e-2).read()
@@ -295,11 +291,7 @@ def test_evaluation_changes_no_weight_and_ignores_padding(make: Callable[..., To
     padded = engine.evaluate(batch.with_values({"weight": torch.tensor([1.0] * 5 + [0.0] * 3)}))
     assert padded.tolist() == pytest.approx(whole.tolist(), rel=1e-6)
     assert whole[1] == 5
-
-
-def test_a_weight_without_gradient_is_named(make: Callable[..., TorchEngine]) -> None:
-    """Some engines would decay it anyway."""
-    engine = make()
+    # a weight without gradient is named: some engines would decay it anyway
     engine.module.denoiser.bias.requires_grad_(False)
     with pytest.raises(UserError, match=r"no gradient reached bias"):
         engine.train_step([line_batch()], 1e-2)
