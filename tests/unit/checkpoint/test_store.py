@@ -4,8 +4,10 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -123,12 +125,11 @@ def test_empty_tensors_are_stored_and_empty_pieces_ignored(tmp_path: Path, write
     assert {name: list(tensor.shape) for name, tensor in stored.items()} == {"param/nothing": [0, 3], "param/w": [16]}
 
 
-@pytest.mark.parametrize(
-    "other", [TensorPiece("param/w", VALUES[8:], 8, (16,)), TensorPiece("param/w", VALUES[8:].half(), 8, (4, 4))]
-)
-def test_ranks_that_disagree_are_reported(tmp_path: Path, write_ranks: Writer, other: TensorPiece) -> None:
-    with pytest.raises(UserError, match=r"the ranks disagree on param/w: F32 \[4, 4\] and F"):
-        write_ranks(tmp_path, 1, [[TensorPiece("param/w", VALUES[:8], 0, (4, 4))], [other]])
+def test_ranks_that_disagree_are_reported(tmp_path: Path, write_ranks: Writer) -> None:
+    first = TensorPiece("param/w", VALUES[:8], 0, (4, 4))
+    for other in (replace(first, shape=(16,)), replace(first, values=VALUES[8:].half())):
+        with pytest.raises(UserError, match=r"the ranks disagree on param/w: F32 \[4, 4\] and F"):
+            write_ranks(tmp_path, 1, [[first], [other]])
 
 
 def test_a_missing_or_truncated_part_is_reported(tmp_path: Path) -> None:
@@ -147,10 +148,6 @@ def test_a_missing_or_truncated_part_is_reported(tmp_path: Path) -> None:
 # --- complete or absent ------------------------------------------------------------------------
 
 
-def no_space(*_: Any, **__: Any) -> None:
-    raise OSError(28, "No space left on device")
-
-
 @pytest.mark.parametrize("step", [1, 2], ids=["same-step", "next-step"])
 @pytest.mark.parametrize("function", ["fsync", "replace"])
 def test_a_failed_write_leaves_only_the_earlier_checkpoint(
@@ -158,7 +155,7 @@ def test_a_failed_write_leaves_only_the_earlier_checkpoint(
 ) -> None:
     earlier = save(tmp_path, 1, 1)
     with monkeypatch.context() as broken:
-        broken.setattr(os, function, no_space)
+        broken.setattr(os, function, Mock(side_effect=OSError(28, "No space left on device")))
         with pytest.raises(UserError, match=r"No space left.*earlier checkpoints are intact"):
             save(tmp_path, step, 2)
     assert names(tmp_path) == [earlier.name]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -299,11 +300,11 @@ def test_evaluation_changes_no_weight_and_ignores_padding(make: Callable[..., To
 
 def test_a_single_process_joins_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     joined: list[tuple[str, float]] = []
-    monkeypatch.setattr(
-        torch.distributed,
-        "init_process_group",
-        lambda backend, timeout, device_id: joined.append((backend, timeout.total_seconds())),
-    )
+
+    def join(backend: str, timeout: timedelta, device_id: Any) -> None:
+        joined.append((backend, timeout.total_seconds()))
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", join)
     monkeypatch.setattr(torch.distributed, "new_group", lambda *args, **options: (args, options["backend"]))
     monkeypatch.setattr(torch.distributed, "broadcast", lambda *args: None)
     assert start_process_group(Launch(), CPU, 60).control is None
@@ -314,14 +315,9 @@ def test_a_single_process_joins_no_group(monkeypatch: pytest.MonkeyPatch) -> Non
         start_process_group(Launch(1, 1, 2), torch.device("cuda", 1 % gpus), 90)
     assert joined == [("gloo", 60), ("nccl", 90), ("gloo", 90)]
     assert (groups.control, groups.saving, groups.writers) == (((), "gloo"), (([0, 1],), "gloo"), 2)
-
-
-@pytest.mark.parametrize(("all_write", "writers"), [(False, 3), (True, 8)])
-def test_the_first_machine_sets_the_writers(monkeypatch: pytest.MonkeyPatch, all_write: bool, writers: int) -> None:
-    """This process runs on a machine with 5 processes; the first machine has 3."""
+    # this process runs on a machine with 5 processes; the first machine, which has 3, sets the writers
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "5")
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, **options: None)
-    monkeypatch.setattr(torch.distributed, "new_group", lambda *args, **options: args)
     monkeypatch.setattr(torch.distributed, "broadcast", lambda tensor, source, group: tensor.fill_(3))
-    groups: Any = start_process_group(Launch(7, 4, 8), CPU, 60, all_write)
-    assert (groups.writers, groups.saving) == (writers, (list(range(writers)),))
+    for all_write, writers in ((False, 3), (True, 8)):
+        groups = start_process_group(Launch(7, 4, 8), CPU, 60, all_write)
+        assert (groups.writers, groups.saving) == (writers, ((list(range(writers)),), "gloo"))
