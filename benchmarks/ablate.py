@@ -225,7 +225,7 @@ def draw_export(folder: Path, shift: float | None, run: ScoredRun, bench: Bench)
     requests = [ImageRequest(prompt.text, seed, bench.side, bench.side) for seed, prompt in enumerate(prompts)]
     sampling = run.loaded.train.sampling
     drawing = choose_drawing(policy, sampling.steps, sampling.guidance, sampling.steps)
-    verdicts = judged(prompts, generate(pipe, requests, policy, *drawing, _BATCH)).verdicts
+    verdicts = judged(prompts, generate(pipe, requests, policy, drawing, _BATCH)).verdicts
     return "".join("1" if verdict.all else "0" for verdict in verdicts)
 
 

@@ -52,7 +52,7 @@ from PIL import Image
 
 from sd3_light.assets import DEMO
 from sd3_light.cache import verb as cache
-from sd3_light.cache.recipe import decides_shards
+from sd3_light.cache.identity import decides_shards
 from sd3_light.cache.shard_builder import ShardBuilder
 from sd3_light.checkpoint.index import Index, Range, merge_entries
 from sd3_light.config import SIZES, LoadedConfig, ModelSize, load_config
@@ -152,26 +152,23 @@ def plan_of(loaded: LoadedConfig) -> CachePlan:
 def encoder_seconds(loaded: LoadedConfig, device: torch.device) -> dict[str, float]:
     """Return the seconds of the encoders on prepared inputs: all together, and each alone."""
     train, plan = loaded.train, plan_of(loaded)
-    units = [(unit.bucket, [list(m.captions) for m in plan.members(unit)]) for unit in plan.units]
+    planned = [(shard.bucket, [list(m.captions) for m in plan.members(shard)]) for shard in plan.shards]
     random = np.random.default_rng(0)
     batches = {
         bucket: torch.from_numpy(
             random.integers(0, 255, (train.caching_batch_size, bucket.height, bucket.width, 3), dtype=np.uint8)
         )
-        for bucket in {bucket for bucket, _ in units}
+        for bucket in {bucket for bucket, _ in planned}
     }
-    with FrozenParts(
-        train.model.diffusers_path, device, text_dtype=torch.bfloat16, t5_max_length=train.model.t5_max_length,
-        text_tokens=train.model.text_tokens, batch_size=train.caching_batch_size, vae_dtype=train.model.vae_dtype,
-    ) as parts:  # fmt: skip
+    with FrozenParts(train.model, device, train.caching_batch_size) as parts:
         work = []
-        for bucket, captions in units:
+        for bucket, captions in planned:
             distinct = list(dict.fromkeys(caption for sample in captions for caption in sample))
             work.append((bucket, len(captions), parts.tokenize(distinct)))
 
-        def run(images: bool, names: tuple[str, ...], units: int | None = None) -> float:
+        def run(images: bool, names: tuple[str, ...], most: int | None = None) -> float:
             started = time.perf_counter()
-            for bucket, count, tokens in work[:units]:
+            for bucket, count, tokens in work[:most]:
                 for start in range(0, count if images else 0, train.caching_batch_size):
                     parts.encode_images(batches[bucket][: min(train.caching_batch_size, count - start)], False)
                 for name in names:

@@ -82,15 +82,15 @@ def export(
 
 def _upload(source: Path, target: "Target", dry_run: bool) -> None:
     """Upload an export, or only print what an upload does."""
-    from sd3_light.export.hub import plan_upload, push
+    from sd3_light.export.hub import prepare_upload, push
 
-    plan = plan_upload(source.resolve(), target)
+    upload = prepare_upload(source.resolve(), target)
     if not dry_run:
-        echo(f"pushed to {push(plan)}")
+        echo(f"pushed to {push(upload)}")
         return
-    print_table(_table("upload", ("", ""), plan.facts))
-    print_table(_table("files", ("file", "size", "on the hub"), plan.rows))
-    echo(f"not uploaded: {', '.join(plan.left_out) or 'nothing'}\n\n{plan.card}")
+    print_table(_table("upload", ("", ""), upload.facts))
+    print_table(_table("files", ("file", "size", "on the hub"), upload.rows))
+    echo(f"not uploaded: {', '.join(upload.left_out) or 'nothing'}\n\n{upload.card}")
     licence = ("--license", target.licence) if target.licence else ()
     suggest(("export", source, "--push-to-hub", target.repo, *licence, *(("--public",) if target.public else ())))
 

@@ -37,7 +37,7 @@ from sd3_light.export.open_pipeline import open_policy
 from sd3_light.report import verb as report
 from sd3_light.runlog import console, is_main_process
 from sd3_light.sample import verb as sample
-from sd3_light.sample.generate import generate, stream_images
+from sd3_light.sample.generate import generate
 from sd3_light.sample.verb import SampleOptions
 from sd3_light.train.verb import Resume
 from sd3_light.world.captions import LANGUAGES, parse_caption, scene_captions
@@ -561,8 +561,7 @@ def test_guidance_has_one_default(verb: Command) -> None:
         assert re.search(rf"--guidance .*?default: {DEFAULT_GUIDANCE:g}, or the model's own", shown, re.IGNORECASE)
     of_demo = [open_policy(DEMO)[1].drawing(None, options.guidance)[1] for options in (SampleOptions(), ScoreOptions())]
     assert {*of_demo, SamplingConfig().guidance} == {DEFAULT_GUIDANCE}
-    for function in (generate, stream_images):
-        assert signature(function).parameters["guidance"].default == DEFAULT_GUIDANCE
+    assert signature(generate).parameters["drawing"].default[1] == DEFAULT_GUIDANCE
     # also while the interpreter shuts down, which restores the default handlers of Python.
     script = (
         "import atexit, os, signal\n"
