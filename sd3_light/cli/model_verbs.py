@@ -16,7 +16,6 @@ from sd3_light.runlog import ResultTable, print_table
 
 if TYPE_CHECKING:
     from sd3_light.engines import Launch
-    from sd3_light.evaluate.composition import CompositionScore
     from sd3_light.export.hub import Target
 
 
@@ -302,6 +301,7 @@ def evaluate(
     from sd3_light.evaluate import verb as stage
     from sd3_light.evaluate.composition import ScoreOptions
     from sd3_light.export.lora_stack import Lora
+    from sd3_light.journeys import score_table
 
     loras = tuple(map(Lora.parse, lora or []))
     _require_one_measure(models, against, features, config, against_only=(features, training, page, save))
@@ -318,7 +318,9 @@ def evaluate(
             stage.require_demo_world(models[0])
         drawn = ScoreOptions(steps, guidance, seed, batch)
         scores = stage.run(models[0], prompts or 96, not seen, language, drawn, out, loras)
-        _report_scores(models[0], scores, seen, out)
+        combinations = "of combinations seen in training" if seen else "of held-out combinations"
+        print_table(score_table({str(models[0]): scores}, combinations))
+        _report_written(out)
 
 
 def _require_one_measure(
@@ -349,14 +351,6 @@ def _validate(config: Path, overrides: list[str] | None, model: Path, launch: "L
     if launch.is_main:
         print_table(table)
         _report_written(out)
-
-
-def _report_scores(model: Path, scores: "CompositionScore", seen: bool, out: Path | None) -> None:
-    from sd3_light.journeys import score_table
-
-    combinations = "of combinations seen in training" if seen else "of held-out combinations"
-    print_table(score_table({str(model): scores}, combinations))
-    _report_written(out)
 
 
 def _report_written(*paths: Path | None) -> None:

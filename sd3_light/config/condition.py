@@ -97,8 +97,12 @@ def parse_condition(text: str) -> Condition:
     body = _parse(text)
     kinds: dict[str, str | None] = {}
     _Compiler(lines, kinds, None).value(body, BOOLEAN)
-    # types that constants determine are known now, in whatever order the columns appear
-    return Condition(tuple(_term(lines, kinds, part) for part in _conjuncts(body)), kinds)
+    terms = []
+    for part in _conjuncts(body):  # types that constants determine are known now, in whatever order the columns appear
+        compiler = _Compiler(lines, kinds, NUMBER)
+        evaluate, _ = compiler.value(part, BOOLEAN)
+        terms.append(Term(evaluate, frozenset(compiler.keys)))
+    return Condition(tuple(terms), kinds)
 
 
 def _parse(text: str) -> ast.expr:
@@ -117,12 +121,6 @@ def _parse(text: str) -> ast.expr:
         raise ConditionError(f"{error.msg} {position}") from error
     except (ValueError, RecursionError, MemoryError) as error:  # a zero byte, or nested too deeply
         raise ConditionError(f"cannot be parsed: {error}") from error
-
-
-def _term(lines: Sequence[str], kinds: dict[str, str | None], node: ast.expr) -> Term:
-    compiler = _Compiler(lines, kinds, NUMBER)
-    evaluate, _ = compiler.value(node, BOOLEAN)
-    return Term(evaluate, frozenset(compiler.keys))
 
 
 def _conjuncts(node: ast.expr) -> list[ast.expr]:
