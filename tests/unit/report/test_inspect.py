@@ -259,6 +259,7 @@ def test_moved_sources_are_noted_and_the_rest_is_shown(tmp_path: Path, copy_cach
     content = write_cache_page(folder, tmp_path / "page.html")
     assert content.notes == [f"The originals of {LABEL} cannot be shown: /nowhere/images does not exist."]
     assert all(sample.decoded and not sample.original for sample in content.samples)
+    assert any(sample.masked for sample in content.samples)
     assert "/nowhere/images does not exist" in ParsedPage(tmp_path / "page.html").text
 
 
@@ -268,6 +269,7 @@ def test_a_missing_vae_is_noted_and_can_be_passed(tmp_path: Path, copy_cache: Ca
     assert len(content.notes) == 1
     assert "--vae FOLDER" in content.notes[0]
     assert all(sample.original and not sample.decoded for sample in content.samples)
+    assert any(sample.masked for sample in content.samples)
     for vae in (DEMO, DEMO / "vae"):
         content = write_cache_page(folder, tmp_path / "page.html", vae=vae)
         assert content.notes == []

@@ -24,6 +24,7 @@ from sd3_light.families.sd3.encoders import FrozenParts
 from sd3_light.families.sd3.module import SD3TrainingModule
 from sd3_light.families.sd3.random_weights import new_transformer
 from sd3_light.flow.scheduler import flow_scheduler
+from sd3_light.sample import in_training
 from sd3_light.sample.in_training import SampledCache, Sampler, assigned
 from tests.cases import combinations
 from tests.project import Project
@@ -293,6 +294,18 @@ def test_a_cut_prompt_is_named_by_the_run_that_encodes_it(
     sampler(cached_project, *overrides(), f'sampling.prompts=["a star", "{"a red star " * 12}"]')
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "is cut" in line]
     assert line.startswith("train: warning: the prompt 'a red star a red")
+
+
+@pytest.mark.usefixtures("no_encoders")
+@pytest.mark.parametrize("seeds", [[5], [5, 6]])
+def test_captions_of_a_grid_name_the_seed_if_there_are_several(
+    caches: dict[str, Project], monkeypatch: pytest.MonkeyPatch, seeds: list[int]
+) -> None:
+    written: list[str] = []
+    monkeypatch.setattr(in_training, "make_grid", lambda images, captions, **_: written.extend(captions))
+    drawing = sampler(caches["padded"], *overrides(), f"sampling.seeds={seeds}")
+    drawing._grid([], {})
+    assert written == [f"{prompt} (seed {seed})" if seeds[1:] else prompt for prompt in PROMPTS for seed in seeds]
 
 
 @pytest.mark.usefixtures("no_encoders")
