@@ -328,6 +328,7 @@ def test_the_part_of_a_caption_that_is_not_read_is_marked(pages: Pages) -> None:
     pages.dataset.psnr = {"images#0/a.png": 20.0, "images#0/b.png": 9.96}
     page = pages.get(sort="PSNR")
     assert names(page) == ["b", "a"]
+    assert page.source.count("<mark") == 1, "the caption of b is read as a whole"
     assert "10.0 dB" in page.text
     assert names(pages.get(sort="PSNR", text="red")) == ["a"]
     assert '<mark title="text encoders do not read this part">cat, house</mark>' in page.source.replace("> ", ">")
