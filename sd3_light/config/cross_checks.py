@@ -382,7 +382,7 @@ def release(train: TrainConfig) -> Iterator[Fault]:
         problem = "gradient_release uses the gradients of a micro-batch at once"
         hint = "write a larger micro_batch_size_per_gpu, or gradient_release = false"
         yield _fault("gradient_accumulation_steps", problem, str(train.gradient_accumulation_steps), "1", hint)
-    yield from _in_units(train, "gradient_release", "true")
+    yield from _in_chunks(train, "gradient_release", "true")
 
 
 def weight_dtype(train: TrainConfig) -> Iterator[Fault]:
@@ -393,17 +393,17 @@ def weight_dtype(train: TrainConfig) -> Iterator[Fault]:
     if train.model.transformer_dtype != "bfloat16":
         hint = 'write model.transformer_dtype = "bfloat16"'
         yield _fault(key, "weights in bfloat16 do not compute in float32", '"bfloat16"', hint=hint)
-    yield from _in_units(train, key, '"bfloat16"')
+    yield from _in_chunks(train, key, '"bfloat16"')
 
 
-def _in_units(train: TrainConfig, key: str, value: str) -> Iterator[Fault]:
+def _in_chunks(train: TrainConfig, key: str, value: str) -> Iterator[Fault]:
     """Yield why weights cannot be updated one after another, as a key requires."""
     name = train.optimizer.type
     for conflicts, problem in (
         (train.adapter is not None, "an adapter is small: its weights stay float32 and its gradients together"),
         (train.parallel == "fsdp2", 'parallel = "fsdp2" shards weights, and this needs one process'),
         (train.pipeline_stages > 1, "pipeline stages are several processes, and this needs one"),
-        (not OPTIMIZERS[name].in_units, f'optimizer.type = "{name}" updates all weights together'),
+        (not OPTIMIZERS[name].in_chunks, f'optimizer.type = "{name}" updates all weights together'),
     ):
         if conflicts:
             yield _fault(key, problem, value, hint="remove one of them")
