@@ -17,7 +17,6 @@ from sd3_light.data.manifest import Manifest
 from sd3_light.data.prompt_features import PROMPTS_FOLDER, prompt_file, read_prompt
 from sd3_light.engines import Launch
 from sd3_light.families.sd3.encoders import FrozenParts
-from sd3_light.world import write_dataset
 from tests.cases import combinations
 from tests.project import Project
 
@@ -151,8 +150,7 @@ def test_other_processes_wait_for_the_main_one(project: Project, monkeypatch: py
 
 
 def test_evaluation_sets_have_separate_caches_without_prompts(project: Project) -> None:
-    write_dataset(project.folder / "held_out", 4, seed=2, held_out=True)
-    (project.folder / "eval.toml").write_text('resolutions = [64]\n[[directory]]\npath = "held_out"\n')
+    project.hold_out(4)
     reports = project.build_cache(*sampling(*PROMPTS), 'eval_datasets=["eval.toml"]')
     assert [report.folder.name for report in reports] == ["cache", "cache-eval-eval"]
     assert [report.counts["used"] for report in reports] == [40, 4]

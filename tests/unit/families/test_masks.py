@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from sd3_light.cache.recipe import stored_columns
+from sd3_light.cache.identity import stored_columns
 from sd3_light.check import verb as check
 from sd3_light.core.batch import Batch
 from sd3_light.core.columns import Bucket, mask_factor

@@ -17,7 +17,7 @@ from sd3_light.core.model import denoiser_blocks
 from sd3_light.core.objective import Objective, Objectives, Prediction
 from sd3_light.core.registry import family_named
 from sd3_light.families.stock.model import StockModel
-from sd3_light.flow.objectives import FlowMatching, LayerSync
+from sd3_light.flow.objectives import FlowMatching, configured_term
 from tests.families import make_denoiser, make_pipeline
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -69,7 +69,7 @@ def test_weights_have_stock_names_and_blocks_are_those_of_both_lists(make: Calla
     assert list(model.trainable()) == [name for name, _ in model.denoiser.named_parameters()]
     stock: Any = model.denoiser
     assert model.blocks() == [*stock.transformer_blocks, *stock.single_transformer_blocks]
-    term = LayerSync.of(LayerSyncConfig(early_block=1, late_block=2), 4, TrainConfig.model_construct())
+    term = configured_term(LayerSyncConfig(early_block=1, late_block=2), TrainConfig.model_construct(), 4)
     model, batch = make(FlowMatching(), term), flux_batch()
     early, late = model.predict(batch, (1, 2)).features.values()
     expected = 1 - torch.nn.functional.cosine_similarity(early, late, dim=-1).mean()

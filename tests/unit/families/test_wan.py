@@ -97,7 +97,7 @@ def test_texts_losses_and_frames_are_those_of_stock(family: StockFamily, folder:
     assert inputs.frames_fault(1) is None
     assert "such as 77 or 81" in str(inputs.frames_fault(80))
     with pytest.raises(UserError, match="such as 5 or 9"):
-        generate(open_stock(folder), [ImageRequest("a", 0, 48, 32, frames=7)], inputs, 1)
+        generate(open_stock(folder), [ImageRequest("a", 0, 48, 32, frames=7)], inputs, (1, 4.0))
 
 
 def test_latents_have_frames(family: StockFamily, folder: Path, model: ModelConfig) -> None:

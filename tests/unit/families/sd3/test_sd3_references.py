@@ -35,7 +35,7 @@ from sd3_light.families.sd3.module import SD3TrainingModule
 from sd3_light.families.sd3.real_pipeline import RealTextPipeline, seeing
 from sd3_light.families.sd3.sample_texts import TextPolicy
 from sd3_light.sample.generate import generate
-from sd3_light.sample.in_training import Sampler
+from sd3_light.sample.in_training import SampledCache, Sampler
 from sd3_light.train.measurement import caption_requests
 from sd3_light.train.verb import Resume
 from sd3_light.world.edits import AFTER, BEFORE, draw_edits, write_edits
@@ -243,9 +243,9 @@ def test_an_export_is_proven_with_a_reference_and_draws_with_one(project: Projec
     before = project.folder / "pairs" / BEFORE
     paths = [before / f"{number:06d}.png" for number in range(3)]
     requests = [ImageRequest("make red circle blue", 3, 64, 64, steps=2, references=(path,)) for path in paths[:2]]
-    together = generate(pipe, requests, policy, guidance=2.0)
-    alone = generate(pipe, requests, policy, guidance=2.0, exact=True, batch_size=2)
-    plain = generate(pipe, [replace(requests[0], references=())], policy, guidance=2.0)
+    together = generate(pipe, requests, policy, (28, 2.0))
+    alone = generate(pipe, requests, policy, (28, 2.0), exact=True, batch_size=2)
+    plain = generate(pipe, [replace(requests[0], references=())], policy, (28, 2.0))
     for first, second in zip(together, alone, strict=True):
         assert np.abs(np.asarray(first, int) - np.asarray(second, int)).max() <= 1
     assert len({image.tobytes() for image in (*alone, *plain)}) == 3
@@ -278,7 +278,7 @@ def test_sample_grids_see_the_reference_of_each_image(project: Project, unproven
     project.train("optimizer.lr=0.05")
     config = project.load().train
     data = CachedDataset(LocalStore(project.cache))
-    sampler = Sampler.of_config(config, project.cache, data, data.buckets[0], Launch(), CPU)
+    sampler = Sampler.of_config(config, SampledCache(project.cache, data, data.buckets[0]), Launch(), CPU)
     export = project.run / "exports" / checkpoint_name(4)
     pipe, policy = open_pipeline(export, CPU)
     module = SD3TrainingModule(pipe.transformer, config)
