@@ -4,7 +4,6 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ from sd3_light.data.split import ImageSplit
 from sd3_light.files import atomic_file
 from sd3_light.inputs import lines_of, open_regular, parse_json, require_regular
 from sd3_light.sources.buckets import resize_for
-from sd3_light.sources.name_store import NameStore
 from sd3_light.sources.records import reject_line
 
 
@@ -124,13 +122,14 @@ def _reject_lines(plan: CachePlan, shards: Path) -> Iterator[dict[str, str]]:
     """Yield the rejects of listing and probing, then those of decoding."""
     for row in plan.rejected():
         yield reject_line(row.key, row.reason, row.detail, row.image)
-    with closing(NameStore()) as store:
-        seen = store.names()
-        for shard in plan.shards:
-            for line in _read_lines((shards / shard.file).with_suffix(".rejects.jsonl")):
-                # an image is decoded once per resolution and fails in each
-                if seen.add_new(f"{line['key']}\0{line['reason']}"):
-                    yield {name: value for name, value in line.items() if name != PIXELS}
+    seen = set[tuple[str, str]]()
+    for shard in plan.shards:
+        for line in _read_lines((shards / shard.file).with_suffix(".rejects.jsonl")):
+            reject = line["key"], line["reason"]
+            # an image is decoded once per resolution and fails in each
+            if reject not in seen:
+                seen.add(reject)
+                yield {name: value for name, value in line.items() if name != PIXELS}
 
 
 def _read_lines(path: Path) -> Iterator[dict[str, str]]:

@@ -12,9 +12,9 @@ from sd3_light.formats import plural
 from sd3_light.sources.buckets import misfit
 from sd3_light.sources.catalogue import InputRow
 from sd3_light.sources.earlier_images import Thumbnails
-from sd3_light.sources.name_store import temporary_database
 from sd3_light.sources.preprocess import THUMBNAIL_SIDE
 from sd3_light.sources.selection import matches_size
+from sd3_light.sources.temporary_database import temporary_database
 
 _SHOWN = 3  # pairs
 _SIMILAR = 1
