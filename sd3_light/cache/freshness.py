@@ -150,14 +150,14 @@ def _count_stale_and_missing(
     shards = state.folder / SHARDS
     damaged = set(state.damaged)
     replaced = [] if manifest is None else replaced_entries(manifest, plan)
-    with SortedArray(np.int64) as known:
-        for path in _tables(shards, replaced):
-            require_regular(path)
-            known.add(feather.read_table(path, columns=["sample_id"], memory_map=True)["sample_id"])
-        for shard in state.todo:
-            stale = shard.count if shard.file in damaged else int(known.contains(plan.ids(shard)).sum())
-            state.stale += stale
-            state.missing += shard.count - stale
+    known = SortedArray(np.int64)
+    for path in _tables(shards, replaced):
+        require_regular(path)
+        known.add(feather.read_table(path, columns=["sample_id"], memory_map=True)["sample_id"])
+    for shard in state.todo:
+        stale = shard.count if shard.file in damaged else int(known.contains(plan.ids(shard)).sum())
+        state.stale += stale
+        state.missing += shard.count - stale
     if manifest is not None and manifest.recipe != recipe:
         keys = dict.fromkeys((*recipe, *manifest.recipe))
         changed = [key for key in keys if manifest.recipe.get(key) != recipe.get(key)]
@@ -202,18 +202,18 @@ def is_readable(table: Path) -> bool:
 
 def _count_causes(state: CacheState, shards: Path, replaced: Sequence[ShardEntry], plan: CachePlan) -> None:
     """Count why samples are stale, by comparing them with the origins of the replaced shards."""
-    with SortedArray(np.int64) as previous:
-        for entry in replaced:
-            for path in _tables(shards, [entry]):
-                previous.add([hash for origin in read_origins(path) for hash in _hashes_of(origin, entry.bucket)])
-        damaged = set(state.damaged)
-        for shard in state.todo:
-            if shard.file in damaged:
-                state.causes["in a damaged shard"] += shard.count
-                continue
-            hashes = [_hashes_of_member(member) for member in plan.members(shard)]
-            known = previous.contains(np.ravel(hashes)).reshape(-1, 4)
-            state.causes.update(_cause(*row) for row in known.tolist() if row[0])
+    previous = SortedArray(np.int64)
+    for entry in replaced:
+        for path in _tables(shards, [entry]):
+            previous.add([hash for origin in read_origins(path) for hash in _hashes_of(origin, entry.bucket)])
+    damaged = set(state.damaged)
+    for shard in state.todo:
+        if shard.file in damaged:
+            state.causes["in a damaged shard"] += shard.count
+            continue
+        hashes = [_hashes_of_member(member) for member in plan.members(shard)]
+        known = previous.contains(np.ravel(hashes)).reshape(-1, 4)
+        state.causes.update(_cause(*row) for row in known.tolist() if row[0])
 
 
 def _hashes_of(origin: Origin, bucket: str) -> list[int]:

@@ -136,8 +136,8 @@ def test_a_long_table_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(rows, "_CHUNK", 500)  # both sizes fill it
     peaks = []
     for size in (FEW, MANY):
-        rows = [(f"{n:09d}.jpg", f"caption {n}") for n in range(size)]
-        root = write_files(tmp_path / str(size), {name: TABLES[name](rows), "000000007.jpg": png()})
+        listed = [(f"{n:09d}.jpg", f"caption {n}") for n in range(size)]
+        root = write_files(tmp_path / str(size), {name: TABLES[name](listed), "000000007.jpg": png()})
         assert captions(scan(directory(root), 0)) == {"000000007.jpg": ("caption 7",)}
         assert count(root, Rejected) == size - 1
         peaks.append(peak(lambda root=root: count(root, Rejected)))
