@@ -9,7 +9,7 @@ import pytest
 from sd3_light.sources.locations import location_from_text, location_text
 from sd3_light.sources.parquet import ParquetCell
 from sd3_light.sources.preprocess import Reject
-from sd3_light.sources.records import FileBytes, FileRange, Location, Record, file_version
+from sd3_light.sources.records import FileBytes, FileRange, Location, Record, location_version
 from sd3_light.sources.scan import scan
 from sd3_light.sources.signature import signature
 from tests.unit.sources.inputs import directory, png, write_files, write_tar
@@ -51,13 +51,13 @@ def test_versions_follow_the_file(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "set.tar", [("a.png", png()), ("a.txt", b"a")])
     (item,) = scan(directory(path), 0)
     assert isinstance(item, Record)
-    before = file_version(item.image.path)
+    before = location_version(item.image)
     os.utime(path, ns=(1, 1))
-    assert file_version(item.image.path) == before.split("-")[0] + "-1"
+    assert location_version(item.image) == before.split("-")[0] + "-1"
     path.unlink()
     for location in (item.image, FileBytes(str(path)), ParquetCell(str(path), "image", 0, 0)):
         with pytest.raises(Reject, match="unreadable"):
-            file_version(location.path)
+            location_version(location)
 
 
 @pytest.fixture
