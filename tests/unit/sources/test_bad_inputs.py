@@ -115,6 +115,13 @@ def cut_tar(root: Path) -> None:
     path.write_bytes(path.read_bytes()[:2600])
 
 
+def garbled_tar(root: Path) -> None:
+    members = [(f"{n}.{end}", data) for n in range(3) for end, data in (("txt", b"a caption"), ("png", png(n)))]
+    data = write_tar(root / "x.tar", members).read_bytes()
+    last = data.index(b"2.txt")
+    (root / "x.tar").write_bytes(data[:last] + b"\x07" * 512 + data[last + 512 :])
+
+
 def parquet(columns: dict[str, list[Any]]) -> Callable[[Path], object]:
     return lambda root: pq.write_table(pa.table(columns), root / "x.parquet")
 
@@ -274,7 +281,11 @@ CASES: dict[str, Case] = {
     ),
     # --- tars
     "a tar cut short": Case({"x.tar/0.png": Used(), "x.tar/1": "missing_file", "x.tar": "broken_tar"}, then=cut_tar),
+    "a tar with a damaged header": Case(
+        {"x.tar/0.png": Used(), "x.tar/1.png": Used(), "x.tar": "broken_tar"}, then=garbled_tar
+    ),
     "a tar that is none": Case({"x.tar": "broken_tar"}, {"x.tar": PAGE}),
+    "an empty tar": Case({"x.tar": "broken_tar"}, {"x.tar": b""}),
     "a compressed tar": Case({"x.tar.gz": "unsupported_format"}, {"x.tar.gz": b"\x1f\x8b"}),
     "a member of 2^62 bytes": Case(
         {"x.tar/a.png": Used(), "x.tar/b.png": "file_too_large", "x.tar": "broken_tar"}, then=declaring(1 << 62)

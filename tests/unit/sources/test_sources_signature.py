@@ -137,24 +137,15 @@ def test_the_signature_ignores_other_changes(place: Path, change: str) -> None:
     assert sign(place) == before
 
 
-SETTINGS: list[dict[str, Any]] = [
-    {"caption_prefix": "x"},
-    {"subsample_ratio": 0.5},
-    {"skip_empty_caption": True},
-    {"shuffle_tags": True},
-    {"cache_shuffle_num": 3},
-    {"cache_shuffle_delimiter": ";"},
-    {"image_column": "x"},
-    {"caption_column": "x"},
-    {"where": "x > 1"},
-    {"mask_path": None},
-    {"default_mask_file": None},
-    {"index": 1},
-]
+SETTINGS: dict[str, Any] = {
+    **{"caption_prefix": "x", "image_column": "x", "caption_column": "x", "where": "x > 1", "subsample_ratio": 0.5},
+    **{"skip_empty_caption": True, "shuffle_tags": True, "cache_shuffle_num": 3, "cache_shuffle_delimiter": ";"},
+    **{"mask_path": None, "default_mask_file": None, "index": 1},
+}
 
 
 def test_every_scan_setting_changes_the_signature(place: Path) -> None:
-    signatures = [sign(place), *(sign(place, **keys) for keys in SETTINGS)]
+    signatures = [sign(place), *(sign(place, **{key: value}) for key, value in SETTINGS.items())]
     assert len(set(signatures)) == len(signatures)
     assert sign(place, num_repeats=3.0, flip=True) == sign(place)
 
