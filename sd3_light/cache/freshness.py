@@ -26,7 +26,7 @@ from sd3_light.runlog import ResultTable, info
 from sd3_light.sources.preprocess import TRANSIENT
 
 _UNCHANGED = "unchanged, but its shard has other samples or settings"
-_RECIPE_LABELS = {
+_LABELS = {
     "format": "the cache format",
     "preprocess": "the image preprocessing",
     "vae": "the VAE",
@@ -60,7 +60,9 @@ class CacheState:
     values: ValueCounts | None = None
 
 
-def check_freshness(folder: Path, plan: CachePlan, recipe: Mapping[str, Any], manifest: Manifest | None) -> CacheState:
+def check_freshness(
+    folder: Path, plan: CachePlan, identity: Mapping[str, Any], manifest: Manifest | None
+) -> CacheState:
     """Compare the files of a cache with its plan; only files of shards that are not fresh are opened.
 
     ``manifest`` is the last one.
@@ -75,7 +77,7 @@ def check_freshness(folder: Path, plan: CachePlan, recipe: Mapping[str, Any], ma
             state.todo.append(shard)
     state.orphans = sorted(_orphans(shards, plan.shards))
     state.orphan_bytes = sum(path.stat().st_size for path in state.orphans if path.exists())
-    _count_stale_and_missing(state, plan, recipe, manifest)
+    _count_stale_and_missing(state, plan, identity, manifest)
     return state
 
 
@@ -144,7 +146,7 @@ def _orphans(shards: Path, planned: Sequence[PlannedShard]) -> Iterator[Path]:
 
 
 def _count_stale_and_missing(
-    state: CacheState, plan: CachePlan, recipe: Mapping[str, Any], manifest: Manifest | None
+    state: CacheState, plan: CachePlan, identity: Mapping[str, Any], manifest: Manifest | None
 ) -> None:
     """Count the samples to encode: stale ones were in the last manifest, missing ones were not."""
     shards = state.folder / SHARDS
@@ -158,10 +160,10 @@ def _count_stale_and_missing(
         stale = shard.count if shard.file in damaged else int(known.contains(plan.ids(shard)).sum())
         state.stale += stale
         state.missing += shard.count - stale
-    if manifest is not None and manifest.recipe != recipe:
-        keys = dict.fromkeys((*recipe, *manifest.recipe))
-        changed = [key for key in keys if manifest.recipe.get(key) != recipe.get(key)]
-        named = [_RECIPE_LABELS.get(key, key) for key in changed if key != "columns"]  # the others say why these differ
+    if manifest is not None and manifest.recipe != identity:
+        keys = dict.fromkeys((*identity, *manifest.recipe))
+        changed = [key for key in keys if manifest.recipe.get(key) != identity.get(key)]
+        named = [_LABELS.get(key, key) for key in changed if key != "columns"]  # the others say why these differ
         state.causes[f"changed: {', '.join(named or changed)}"] = state.stale
     elif state.stale:
         _count_causes(state, shards, replaced, plan)

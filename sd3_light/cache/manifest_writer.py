@@ -38,7 +38,7 @@ class PlannedManifest:
     """What a manifest will say besides its shards; without a ``split`` the dataset is not divided."""
 
     plan: CachePlan
-    recipe: dict[str, Any]
+    identity: dict[str, Any]
     empty: ShardEntry
     held_out: HeldOut | None = None
     split: ImageSplit | None = None
@@ -73,7 +73,7 @@ def write_manifest(
         **({} if planned.split is None else {HELD_OUT: len(planned.split.validation)}),
         **{f"{REJECTED}{reason}": count for reason, count in sorted(rejected.items())},
     }
-    manifest = Manifest(planned.recipe, tuple(entries), planned.empty, counts, dict(paths), planned.held_out)
+    manifest = Manifest(planned.identity, tuple(entries), planned.empty, counts, dict(paths), planned.held_out)
     manifest.save(folder)
     return counts
 
@@ -146,7 +146,7 @@ def is_manifest_current(folder: Path, planned: PlannedManifest) -> bool:
     """Return whether the manifest contains exactly the shards and sides of this plan."""
     try:
         manifest = Manifest.load(folder)
-        if manifest.recipe != planned.recipe or manifest.held_out != planned.held_out:
+        if manifest.recipe != planned.identity or manifest.held_out != planned.held_out:
             return False
         # a table has another order
         return set(manifest.shards) == set(_entries(planned.plan.shards, folder / SHARDS))

@@ -20,7 +20,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 import sd3_light
 from sd3_light.cache.build_folder import StoredFiles
 from sd3_light.cache.dispatch import DEPTH, TRIES, WorkerFailed, dispatch
-from sd3_light.cache.identity import make_recipe
+from sd3_light.cache.identity import make_identity
 from sd3_light.cache.ray_encoder import EncoderSettings, ShardEncoder, ShardTask, TaskPool, error_line
 from sd3_light.cache.shard_builder import BuildJob, Built
 from sd3_light.cache.shard_in_progress import write_empty_note, write_rejects
@@ -278,7 +278,7 @@ class RayBuilder:
         if self._pool is None:
             train = self._train
             folder = self._train.stream_cache_dir
-            recipe = make_recipe(train.model, (folder or private_temp_folder("ray")) / "parts.json")
+            identity = make_identity(train.model, (folder or private_temp_folder("ray")) / "parts.json")
             ahead = train.caching_num_workers + 1
             settings = EncoderSettings(
                 train.model,
@@ -287,7 +287,7 @@ class RayBuilder:
                 ahead,
                 folder,
                 int(train.stream_cache_gb * 1e9),
-                recipe,
+                identity,
             )
             self._pool = ActorPool(settings, self._num_actors)
         return self._pool

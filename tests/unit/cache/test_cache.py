@@ -19,7 +19,7 @@ from sd3_light.cache.build_folder import BuildFolder
 from sd3_light.cache.freshness import CacheState, check_freshness, last_manifest, render_state
 from sd3_light.cache.identity import decides_shards, is_trusted
 from sd3_light.cache.shard_builder import ShardBuilder
-from sd3_light.cache.verb import make_recipe
+from sd3_light.cache.verb import make_identity
 from sd3_light.check.count import count_samples
 from sd3_light.check.verb import disk_faults
 from sd3_light.config import ConfigFaults
@@ -103,10 +103,10 @@ def current_state(project: Project, *overrides: str) -> CacheState:
         inputs = catalogue.Catalogue(project.cache, claims)
         listings = inputs.refresh(catalogue.make_sources(loaded.dataset.directories), lambda _: None)
         inputs.probe_images(listings, 0, lambda _: None)
-        recipe = make_recipe(loaded.train.model)
-        plan = make_cache_plan(inputs, listings, decides_shards(recipe), loaded.train.sd3_shard_size)
+        current = make_identity(loaded.train.model)
+        plan = make_cache_plan(inputs, listings, decides_shards(current), loaded.train.sd3_shard_size)
         last = last_manifest(project.cache)
-        return check_freshness(project.cache, plan, recipe, last and last[0])
+        return check_freshness(project.cache, plan, current, last and last[0])
 
 
 def test_auto_precision_keeps_caches_and_another_one_encodes_again(cached_project: Project) -> None:

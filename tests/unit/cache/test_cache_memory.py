@@ -40,7 +40,7 @@ def peaks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, dict[s
         patch.setattr(frozen_parts, "FrozenParts", data_path.ZeroEncoders)
         # hashing the encoders uses a buffer that would hide the memory of planning
         for module in (cache, dataset_build):
-            patch.setattr(module, "make_recipe", lambda *_: {"format": 0, "text_tokens": "real", "columns": COLUMNS})
+            patch.setattr(module, "make_identity", lambda *_: {"format": 0, "text_tokens": "real", "columns": COLUMNS})
         folder = tmp_path_factory.mktemp("memory")
         measure(folder / "warm", data_path.ROWS)  # warm-up: one-time allocations
         grow_intern_table()

@@ -267,7 +267,11 @@ CUDA = RuntimeError("CUDA driver version\nis insufficient")
             fails_with(CUDA),
             r"RuntimeError: CUDA driver version is insuf.*",
         ),
-        ("cache.ray_encoder.make_recipe", lambda *_: {"vae": "x"}, r"another format than on the driver's node; copy.*"),
+        (
+            "cache.ray_encoder.make_identity",
+            lambda *_: {"vae": "x"},
+            r"another format than on the driver's node; copy.*",
+        ),
     ],
 )
 def test_an_error_of_every_shard_is_no_poison_and_names_the_node(
