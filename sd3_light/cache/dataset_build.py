@@ -109,7 +109,7 @@ class DatasetBuild:
             state, reuse = self._check(dataset, place, plan, identity, prompts, claims)
             if self._options.dry_run:
                 return CacheReport(folder, reused=state.fresh, missing=len(state.todo))
-            split = find_split(rows, progress) if dataset.is_divided and self._options.part is None else None
+            split = find_split(rows) if dataset.is_divided and self._options.part is None else None
             if split is not None:
                 info(f"{title}: {split.sentence()}")
                 place.push_catalogue()  # decisions are stored before they are used
@@ -178,7 +178,7 @@ class DatasetBuild:
         if not name:
             self._training = rows
         elif self._training is not None:
-            for leak in find_leaks(name, rows, self._training, progress):
+            for leak in find_leaks(name, rows, self._training):
                 info(f"warning: {leak.sentence()}")
 
     def _check(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import chdir, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -27,7 +27,6 @@ from sd3_light.cache.shard_in_progress import write_empty_note, write_rejects
 from sd3_light.config import TrainConfig
 from sd3_light.config.base import DataLocation
 from sd3_light.config.faults import UserError
-from sd3_light.core.encoding import Encoders
 from sd3_light.data.cache_plan import PlannedShard
 from sd3_light.data.manifest import SHARDS, damaged_mark, read_entry
 from sd3_light.data.store import private_temp_folder
@@ -51,7 +50,6 @@ _RESIZE_SECONDS = 5.0
 _MESSAGE_SECONDS = 60.0
 _MOST_FAILED_STARTS = 10
 
-_Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 
 
@@ -316,18 +314,13 @@ class RayBuilder:
             run.reject(shard, cause)
         return run.built
 
-    def call(
-        self,
-        function: Callable[Concatenate[Encoders, _Params], _Result],
-        *args: _Params.args,
-        **kwargs: _Params.kwargs,
-    ) -> _Result:
+    def call(self, function: Callable[..., _Result], *args: Any) -> _Result:
         """Call a function with the encoders of an actor; again on another if that is lost."""
         cause: RayError | None = None
         for _ in range(TRIES):
             actor = self._wait_for_actor()
             try:
-                result: _Result = ray.get(actor.handle.call.remote(function, *args, **kwargs))
+                result: _Result = ray.get(actor.handle.call.remote(function, *args))
                 return result
             except RayTaskError as error:
                 raise error.cause from error

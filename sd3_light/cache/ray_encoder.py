@@ -116,12 +116,12 @@ class ShardEncoder:
                 self._prepared = encoders, _new_scratch(folder)
             return self._prepared
 
-    def call(self, function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
+    def call(self, function: Callable[..., _Result], *args: Any) -> _Result:
         """Return the result of a function of the encoders."""
         with self._named_errors():
             encoders, _ = self._prepare()
             with self._device:
-                return function(encoders, *args, **kwargs)
+                return function(encoders, *args)
 
     def build(self, task: ShardTask) -> tuple[Built, StoredFiles]:
         """Build a shard in the cache. Return what was built and what the store has of it now."""
