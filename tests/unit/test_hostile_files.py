@@ -408,14 +408,6 @@ def test_a_manifest_of_wrong_types_is_damaged(project: Project) -> None:
         path.write_text(json.dumps(manifest))
         assert str(path) in refused("inspect", project.cache)
     assert str(path) in refused("inspect", project.cache, "--out", project.folder / "page.html")
-
-
-@pytest.mark.parametrize(
-    "text", [DEEP, DEEP_OBJECT, "[]", "5", "", '{"format": 2, "shards": ' + "9" * 6000 + "}"], ids=range(6)
-)
-def test_a_manifest_that_is_none_is_damaged(project: Project, text: str) -> None:
-    (project.cache / "manifest.json").write_text(text)
-    assert str(project.cache / "manifest.json") in refused("inspect", project.cache)
     refused("train", project.train_toml, "--trust_cache")
 
 
