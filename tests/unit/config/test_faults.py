@@ -79,12 +79,7 @@ def test_files_in_place_of_each_other_are_one_fault(files: Any, only_fault: Only
         ("zero_stage = 4", "out of range", "an integer >= 0 and <= 3", None),
         ("pseudo_huber_c = 0", "out of range", "a number > 0", None),
         ('parallel = "fsdp"', "unknown value", '"ddp", "fsdp2"', 'did you mean "fsdp2"?'),
-        (
-            'save_dtype = "BFloat16"',
-            "unknown value",
-            '"float32", "bfloat16", "float16"',
-            'did you mean "bfloat16"?',
-        ),
+        ('save_dtype = "BFloat16"', "unknown value", '"float32", "bfloat16", "float16"', 'did you mean "bfloat16"?'),
     ],
 )
 def test_readable_messages(only_fault: OnlyFault, line: str, problem: str, allowed: str, hint: str | None) -> None:

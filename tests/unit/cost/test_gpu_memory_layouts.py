@@ -49,7 +49,7 @@ def saved_by(layers: list[Any], inputs: tuple[Tensor, ...]) -> tuple[int, tuple[
 def test_a_stage_saves_what_its_layers_save() -> None:
     """First, middle and last stage, in float32; the last one's target and error belong to the loss."""
     torch.manual_seed(0)
-    batch, keys = 2, {"world": 3, "deepspeed": True, "stages": 3, "bounds": (0, 2, 4, 6)}
+    batch, keys = 2, {"world_size": 3, "deepspeed": True, "stages": 3, "bounds": (0, 2, 4, 6)}
     setup = TrainingSetup(SD3Cost(SMALL), Tokens(256, 100), batch, compute_dtype="float32", **keys)  # type: ignore[arg-type]
     layers = build_layers(SD3Transformer2DModel(**SMALL.transformer_config()).train())
     pooled = torch.randn(batch, SMALL.pooled_width)

@@ -71,7 +71,7 @@ def test_stock_blocks_are_recorded_up_to_larger_steps() -> None:
         ({}, {"adapter": {"type": "lora", "rank": 4, "dropout": 0.1}}, {}, "an adapter with dropout"),
         ({}, {"adapter": {"type": "lora", "rank": 4}, "swap_blocks": 3}, {}, "blocks are swapped"),
         ({}, {"gradient_release": True, "gradient_clipping": 0}, {}, "gradient_release = true"),
-        ({}, {}, {"world": 2}, "one process"),
+        ({}, {}, {"world_size": 2}, "one process"),
         ({}, {}, {"by_deepspeed": True}, "torch engine"),
     ],
 )

@@ -16,7 +16,7 @@ from sd3_light.engines.torch import TorchEngine
 from sd3_light.families.sd3.module import SD3TrainingModule
 from sd3_light.model import block_swap, host_inputs
 from sd3_light.model.block_swap import BlockSwap
-from sd3_light.optim import units
+from sd3_light.optim import chunks
 from sd3_light.optim.ema import Averages
 from tests.poisoned import poison
 from tests.tiny_sd3 import perturbed
@@ -27,9 +27,9 @@ KINDS = {"adamw": False, "adamw8bit": True, "adafactor": True, "adamw-narrow": T
 
 
 @pytest.fixture(autouse=True)
-def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
-    monkeypatch.setattr(units.split_into_units, "__defaults__", (2**17,))
+    monkeypatch.setattr(chunks.split_into_chunks, "__defaults__", (2**17,))
 
 
 def make(folder: Path, kind: str = "adamw", trained: tuple[str, ...] = ("",), **keys: Any) -> TorchEngine:
@@ -102,7 +102,9 @@ def test_a_small_part_is_on_the_device(tmp_path: Path) -> None:
     assert swap._state.host_bytes == pytest.approx(2 * sum(own), abs=3 * alignment)
     assert swap._state.device_bytes == pytest.approx(4 * max(own), abs=3 * alignment)
     engine.optimizer.prepare_state()
-    tensors = [value for unit in engine.optimizer.units for part in unit.parts for value in all_state(part.optimizer)]
+    tensors = [
+        value for chunk in engine.optimizer.chunks for each in chunk.optimizers for value in all_state(each.optimizer)
+    ]
     buffers = {buffer.untyped_storage().data_ptr() for buffer in (*swap._buffers, *swap._state._buffers)}
     outside = sum(value.nbytes for value in tensors if value.untyped_storage().data_ptr() not in buffers)
     resident = sum(weight.numel() for weight in engine.module.trainable().values()) - sum(own) // 4

@@ -17,20 +17,20 @@ from sd3_light.encoding import residence
 from sd3_light.encoding.vae import LatentScale, load_vae
 from sd3_light.families.base import StockFamily
 from sd3_light.families.stock.encoders import StockEncoders, caption_batches
+from tests.families import TinyFolder
 from tests.poisoned import poison
 from tests.stock import model_table, save_stock
+from tests.unit.families.test_stock_images import FAMILIES, LENGTHS
 
 CPU = torch.device("cpu")
-FAMILIES = ("flux", "flux2", "krea2", "prx", "qwen_image", "sana", "wan", "z_image")
-LENGTHS = {"flux": 12, "flux2": 40, "krea2": 160, "prx": 32, "qwen_image": 320}
 CAPTIONS = ["a red fox", "", "two cats on a mat", "a very long caption of a house", "a bird"]
 SIZE = (32, 64)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def folder(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[StockFamily, Path]:
+def folder(request: Any, stock_folder: TinyFolder) -> tuple[StockFamily, Path]:
     family: Any = family_named(request.param)
-    return family, save_stock(request.param, tmp_path_factory.mktemp(request.param) / "model")
+    return family, stock_folder(request.param)
 
 
 def open_encoders(family: StockFamily, folder: Path, batch: int = 2, **options: Any) -> StockEncoders:
@@ -175,9 +175,8 @@ def test_broken_folders_are_named(tmp_path: Path) -> None:
         load_vae(path, CPU, torch.float32)
 
 
-def test_how_much_of_a_caption_is_read(tmp_path: Path) -> None:
-    path = save_stock("flux", tmp_path / "model")
-    limits = family_named("flux").encoding.text_limits(path, {"text_max_length": 12})
+def test_how_much_of_a_caption_is_read(stock_folder: TinyFolder) -> None:
+    limits = family_named("flux").encoding.text_limits(stock_folder("flux"), {"text_max_length": 12})
     assert [(limit.encoder, limit.tokens) for limit in limits] == [("clip", 16), ("t5", 12)]
     assert limits[1].count("a red fox") > 1
     assert "raise text_max_length" in limits[1].remedy

@@ -155,7 +155,7 @@ def test_muon_splits_the_modulation_only_on_request() -> None:
     parts = {}
     for split in (False, True):
         config = OptimizerConfig(type="muon", split_modulation=split)
-        _, muon = make_optimizer(model, named, config, CPU)._parts
+        _, muon = make_optimizer(model, named, config, CPU)._optimizers
         parts[split] = {
             name: group["parts"]
             for group in muon.optimizer.param_groups

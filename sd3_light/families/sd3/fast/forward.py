@@ -169,29 +169,17 @@ class FastDenoiser:
         parts: Sequence[Tensor],
     ) -> list[StreamState]:
         """Return the streams after a block; ``parts`` are those of its modulation and the gates of both streams."""
-        gates = [parts[1], parts[3] if pair[1].out is not None else None]
-        outputs = self._run_block(number, plan, pair, streams, (parts[0], parts[2]))
-        return [
-            (x, y, stream.down.modules[0].bias, gate)
-            for (x, y), stream, gate in zip(outputs, pair, gates, strict=False)
-            if stream.down is not None
-        ]
-
-    def _run_block(
-        self,
-        number: int,
-        plan: RowPlan,
-        pair: tuple[StreamWeights, StreamWeights],
-        streams: list[StreamState],
-        modulation: tuple[Tensor, Tensor],
-    ) -> list[tuple[Tensor, Tensor]]:
         tensors: list[Any] = []
-        for stream, values, parts in zip(pair, streams, modulation, strict=True):
-            tensors += [*values, parts, None if stream.out is None else stream.out.modules[0].bias.float()]
+        for stream, values, modulation in zip(pair, streams, parts[::2], strict=True):
+            tensors += [*values, modulation, None if stream.out is None else stream.out.modules[0].bias.float()]
         parameters = [parameter for stream in pair for parameter in stream.parameters()]
         options = self.options.of_block(number)
         outputs = FastBlock.apply(plan, pair, self.heads, options, *tensors, *parameters)  # type: ignore[no-untyped-call]
-        return [(outputs[index], outputs[index + 1]) for index in range(0, len(outputs), 2)]
+        return [
+            (outputs[2 * at], outputs[2 * at + 1], stream.down.modules[0].bias, parts[2 * at + 1])
+            for at, stream in enumerate(pair)
+            if stream.down is not None
+        ]
 
 
 def _parts(modulation: Tensor, width: int, blocks: int) -> list[Tensor]:

@@ -62,8 +62,9 @@ def kernel_problem(shape: KernelShape, device: torch.device) -> str | None:
     """Return why the kernels cannot run this shape on this GPU, or None; checks them unless a verdict is remembered."""
     facts = _facts(shape, device)
     path = verdict_path(facts)
-    with suppress(_NoVerdict):
-        return _remembered(path, facts)
+    verdict = _remembered(path)
+    if verdict.get("facts") == facts and isinstance(verdict.get("problem", 0), str | None):
+        return verdict["problem"]  # type: ignore[no-any-return]
     info(f"checking the kernels on this GPU ({facts['gpu']}) for the first time")
     problem = check_kernels(shape, device, operations(device))
     _remember(path, facts, problem)
@@ -93,10 +94,6 @@ def check_kernels(shape: KernelShape, device: torch.device, kernels: ModuleType)
 # --- verdicts ------------------------------------------------------------------------------------
 
 
-class _NoVerdict(Exception):
-    pass
-
-
 def verdict_path(facts: dict[str, Any]) -> Path:
     """Return the file that remembers the verdict under these facts."""
     name = blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=12).hexdigest()
@@ -123,17 +120,13 @@ def _sources_hash() -> str:
     return blake2b(b"".join(file.read_bytes() for file in files), digest_size=12).hexdigest()
 
 
-def _remembered(path: Path, facts: dict[str, Any]) -> str | None:
+def _remembered(path: Path) -> dict[str, Any]:
+    """Return the verdict in a file; empty if it is absent, unreadable or damaged."""
     try:
         verdict = read_json_file(path)
-    except (OSError, ValueError) as error:  # absent, unreadable or damaged
-        raise _NoVerdict from error
-    if not isinstance(verdict, dict) or verdict.get("facts") != facts or "problem" not in verdict:
-        raise _NoVerdict
-    problem = verdict["problem"]
-    if problem is not None and not isinstance(problem, str):
-        raise _NoVerdict
-    return problem
+    except (OSError, ValueError):
+        return {}
+    return verdict if isinstance(verdict, dict) else {}
 
 
 def _remember(path: Path, facts: dict[str, Any], problem: str | None) -> None:

@@ -10,7 +10,6 @@ from sd3_light.world.scene import (
     BACKGROUNDS,
     COLOURS,
     HELD_OUT_LIST,
-    HELD_OUT_PAIRS,
     OBJECT_SIZES,
     RELATIONS,
     SEEN_PAIRS,
@@ -102,11 +101,6 @@ class HardScene:
 def can_overlap(front: Group, back: Group) -> bool:
     """Return whether the first object may cover a part of the second."""
     return front.shape != "ring" and front.colour != back.colour
-
-
-def is_held_out_hard(scene: HardScene) -> bool:
-    """Return whether training never shows this scene, because a group has a held-out pair of colour and shape."""
-    return any(group.pair in HELD_OUT_PAIRS for group in scene.groups)
 
 
 def canonical_hard_scene(scene: HardScene) -> HardScene:

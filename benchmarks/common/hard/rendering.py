@@ -6,7 +6,7 @@ from functools import cache
 import numpy as np
 from PIL import Image, ImageChops, ImageDraw
 
-from sd3_light.world.hard.scene import DEPTH_RELATIONS, Group, HardScene
+from common.hard.scene import DEPTH_RELATIONS, Group, HardScene
 from sd3_light.world.judge import satisfies
 from sd3_light.world.rendering import REFERENCE_SIDE, SUPERSAMPLE, draw_shape, scale_of, shape_mask
 from sd3_light.world.scene import BACKGROUNDS, COLOURS, Rgb

@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from common.hard.dataset import draw_hard_prompts, draw_square_image
+from common.hard.judge import compare_hard, detect_hard_scene, judge_hard
+from common.hard.rendering import render_hard_scene
+from common.hard.scene import HARD_KINDS, Group, HardScene, draw_hard_scene
 from PIL import Image, ImageFilter
-
-from sd3_light.world import draw_prompts, draw_square_image
-from sd3_light.world.hard.judge import compare_hard, detect_hard_scene, judge_hard
-from sd3_light.world.hard.rendering import render_hard_scene
-from sd3_light.world.hard.scene import HARD_KINDS, Group, HardScene, draw_hard_scene
 
 
 def _images(kind: str, count: int, side: int = 128, seed: int = 0) -> list[tuple[Image.Image, HardScene]]:
@@ -100,7 +99,7 @@ def test_datasets_and_prompts_of_harder_scenes() -> None:
     (first, scene), (again, _) = draw_square_image(3, 1, 128, hard=True), draw_square_image(3, 1, 128, hard=True)
     assert isinstance(scene, HardScene)
     assert first.tobytes() == again.tobytes()
-    prompts = draw_prompts(24, seed=1, held_out=True, language="mixed", hard=True)
+    prompts = draw_hard_prompts(24, seed=1, held_out=True, language="mixed")
     assert [prompt.scene.kind for prompt in prompts[:4]] == list(HARD_KINDS)
     assert len({prompt.text for prompt in prompts}) == 24
     rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""The recipe of processed data: the cached units, their settings, and the weights that they used."""
+"""What processed data were made from: the cached units, their settings, and the weights that they used."""
 
 import hashlib
 from typing import Any
@@ -11,7 +11,7 @@ from sd3_light.tasks.module import DiffusionTrainingModule
 from sd3_light.tasks.processed import ProcessedDataset, fingerprint
 
 
-def recipe_of(model: UnitModel | CustomForward) -> dict[str, Any]:
+def identity_of(model: UnitModel | CustomForward) -> dict[str, Any]:
     """Return the cached units of a module, with hashes of the weights that they use.
 
     A custom forward is one unit that uses all weights; its settings are the module's plain attributes.
@@ -32,8 +32,8 @@ def recipe_of(model: UnitModel | CustomForward) -> dict[str, Any]:
         }
         for unit in split.cached
     ]
-    recipe = {"units": units, "kept": list(split.stored)}
-    return {**recipe, "digest": fingerprint(recipe)}
+    identity = {"units": units, "kept": list(split.stored)}
+    return {**identity, "digest": fingerprint(identity)}
 
 
 def _weights_hash(part: Any) -> str:
@@ -45,13 +45,13 @@ def _weights_hash(part: Any) -> str:
     return digest.hexdigest()
 
 
-def require_same_recipe(dataset: ProcessedDataset, model: DiffusionTrainingModule) -> None:
+def require_same_identity(dataset: ProcessedDataset, model: DiffusionTrainingModule) -> None:
     """Raise if a unit of the model would now compute something other than the processed data.
 
     Units and parts that the second stage does not load are not checked. Units are identified by what they write, as a
     module may have several of one class.
     """
-    before = {(unit["unit"], name): unit for unit in dataset.recipe["units"] for name in unit["writes"]}
+    before = {(unit["unit"], name): unit for unit in dataset.identity["units"] for name in unit["writes"]}
     for unit in model.split().cached:
         recorded = next((before[unit.label, name] for name in unit.writes if (unit.label, name) in before), None)
         if recorded is None:

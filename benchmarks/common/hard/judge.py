@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from sd3_light.world.hard.rendering import SIZE_THRESHOLD, accent_of
-from sd3_light.world.hard.scene import DEPTH_RELATIONS, HardScene
+from common.hard.rendering import SIZE_THRESHOLD, accent_of
+from common.hard.scene import DEPTH_RELATIONS, HardScene
 from sd3_light.world.judge import (
     MIN_LEAD,
     MIN_OVERLAP,

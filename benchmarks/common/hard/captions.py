@@ -2,6 +2,7 @@
 
 import re
 
+from common.hard.scene import HARD_RELATIONS, TEXTURES, Group, HardScene
 from sd3_light.config.faults import UserError
 from sd3_light.world.captions import (
     EN_COUNTS,
@@ -15,7 +16,6 @@ from sd3_light.world.captions import (
     ZH_WORDS,
     any_of,
 )
-from sd3_light.world.hard.scene import HARD_RELATIONS, TEXTURES, Group, HardScene
 from sd3_light.world.scene import BACKGROUNDS, COLOURS, OBJECT_SIZES, SHAPES
 
 _EN_COUNTS = {**EN_COUNTS, 5: "five", 6: "six"}
