@@ -47,19 +47,11 @@ def scan(
     if suffix_of(path) not in CONTAINERS and not is_folder(path):
         raise UserError(f"path: {path} is not a folder, .tar or .parquet file; give the folder that contains it")
     exclusions = Exclusions.of(directory.exclude, on_excluded)
-    return _scan(directory, index, media or media_of(directory), on_unmatched, exclusions)
+    return _scan(ScanContext(directory, index, media or media_of(directory), on_unmatched, exclusions), path)
 
 
-def _scan(
-    directory: DirectoryConfig,
-    index: int,
-    media: Media,
-    on_unmatched: Callable[[], None],
-    exclusions: Exclusions,
-) -> Iterator[ScanItem]:
-    path = directory.path
+def _scan(context: ScanContext, path: DataLocation) -> Iterator[ScanItem]:
     try:
-        context = ScanContext(directory, index, media, on_unmatched, exclusions)
         name = str(path).rpartition("/")[2]
         if is_folder(path):
             yield from scan_folder(context, path)
