@@ -198,37 +198,22 @@ class DatasetBuild:
             place.fetch_tables(entry.file for entry in replaced_entries(last[0], plan))
         state = check_freshness(place.folder, plan, identity, None if last is None else last[0])
         add_orphans(state, prompts, identity)
-        reuse = None if last is None else self._find_reuse(place, plan, identity, state, last, claims)
-        if reuse is not None:
-            state.values = reuse.counts
+        reuse = None
+        if last is not None and state.todo and not (self._options.regenerate or self._options.finish):
+            manifest, digest = last
+            old = manifest.recipe.get("columns")
+            columns = stored_columns(self._train.model)
+            copied = CopiedColumns.of(columns, identity["columns"], old if isinstance(old, dict) else {})
+            if copied:
+                update = Update(plan, state.todo, manifest, digest, copied, place.folder / SHARDS, entries_of(columns))
+                reuse = open_reuse(update, claims, place.fetch_tables)
+                state.values = reuse.counts
+                place.push_catalogue()
         if state.todo or state.orphans or self._options.dry_run or self._options.verify:
             show(render_state(state, dataset.cache_dir))
         if not self._options.dry_run:
             mark_damaged(state)
         return state, reuse
-
-    def _find_reuse(
-        self,
-        place: BuildFolder,
-        plan: CachePlan,
-        identity: Mapping[str, Any],
-        state: CacheState,
-        last: tuple[Manifest, str],
-        claims: Claims,
-    ) -> ReuseIndex | None:
-        """Return what the missing shards copy from those of the last manifest; None if that is nothing."""
-        if not state.todo or self._options.regenerate or self._options.finish:
-            return None
-        manifest, digest = last
-        old = manifest.recipe.get("columns")
-        columns = stored_columns(self._train.model)
-        copied = CopiedColumns.of(columns, identity["columns"], old if isinstance(old, dict) else {})
-        if not copied:
-            return None
-        update = Update(plan, state.todo, manifest, digest, copied, place.folder / SHARDS, entries_of(columns))
-        reuse = open_reuse(update, claims, place.fetch_tables)
-        place.push_catalogue()
-        return reuse
 
     def _warn(self, title: str, job: BuildJob, planned: Sequence[PlannedShard]) -> None:
         """Print what to know before anything is encoded."""

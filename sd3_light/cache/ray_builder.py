@@ -217,7 +217,8 @@ class _ShardRun:
         """
         detail = f"failed {TRIES} times alone on a node of the Ray cluster: {cause}"
         self._bar.advance(shard.count)
-        if self._has_intact_shard(shard):
+        entry = read_entry(self._shards, shard.file)
+        if entry is not None and self._job.place.is_intact(entry):
             info(f"kept the existing shard {shard.file}; encoding it again {detail}")
             return
         rows = (member.row for member in self._job.plan.members(shard))
@@ -226,10 +227,6 @@ class _ShardRun:
         self._job.place.push_shard(shard.file)
         damaged_mark(self._shards / shard.file).unlink(missing_ok=True)
         info(f"rejected the {shard.count} samples of {shard.file}, which {detail}")
-
-    def _has_intact_shard(self, shard: PlannedShard) -> bool:
-        entry = read_entry(self._shards, shard.file)
-        return entry is not None and self._job.place.is_intact(entry)
 
     def _require_visible(self, shard: PlannedShard, node: str) -> None:
         deadline = time.monotonic() + VISIBLE_SECONDS

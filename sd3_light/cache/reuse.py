@@ -224,12 +224,6 @@ def undecoded_lines(shards: Path) -> Iterator[Mapping[str, Any]]:
         yield from (line for line in lines if isinstance(line, dict))
 
 
-def _known_rejects(shards: Path) -> set[str]:
-    """Return the hashes of what earlier builds could not decode and this one cannot either."""
-    lines = (line for line in undecoded_lines(shards) if line.get("reason") not in TRANSIENT)
-    return {str(line[PIXELS]) for line in lines if PIXELS in line}
-
-
 def _write(update: Update, fetch_tables: Callable[[Iterable[str]], None]) -> None:
     columns = update.columns
     names = (*update.entries, _CAPTIONS)
@@ -251,7 +245,9 @@ def _write(update: Update, fetch_tables: Callable[[Iterable[str]], None]) -> Non
 
 def _add_wanted(update: Update, wanted: Mapping[str, SortedArray]) -> None:
     """Add the fingerprints of what the shards consist of, without samples that are known to be rejected."""
-    rejects = _known_rejects(update.shards)
+    # what earlier builds could not decode, this one cannot either
+    lines = (line for line in undecoded_lines(update.shards) if line.get("reason") not in TRANSIENT)
+    rejects = {str(line[PIXELS]) for line in lines if PIXELS in line}
     total = len(update.planned)
     shown = progress("comparing with the old shards", total, "shards") if total > _MANY_SHARDS else nullcontext()
     with shown as bar:
