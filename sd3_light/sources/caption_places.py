@@ -12,7 +12,7 @@ from sd3_light.config.base import is_url
 from sd3_light.config.faults import UserError
 from sd3_light.sources.captions import Columns
 from sd3_light.sources.listing import CAPTION_SUFFIXES, TABLE_FILES, FolderNames, is_folder, visible
-from sd3_light.sources.other_tables import Candidates, OtherTable
+from sd3_light.sources.other_tables import OtherTable, choose_table
 from sd3_light.sources.preprocess import Reject
 from sd3_light.sources.records import FileBytes, Location
 from sd3_light.sources.scan_context import ScanContext
@@ -124,11 +124,8 @@ class CaptionPlaces:
         if base not in self._tables:
             folder = os.path.join(self._root, base).rstrip("/")
             names = self._names(base, folder)
-            candidates = Candidates()
-            for name in names:
-                candidates.add(name)
             fixed = [(file, table) for file in TABLE_FILES if file in names and (table := self._open(folder, file))]
-            other = self._stack.enter_context(closing(candidates.choose(self._context, folder, base)))
+            other = self._stack.enter_context(closing(choose_table(self._context, folder, base, names)))
             self._tables[base] = _Tables(base, fixed, other)
         return self._tables[base]
 

@@ -24,7 +24,7 @@ from sd3_light.sources.listing import (
     listed_version,
     visible,
 )
-from sd3_light.sources.other_tables import Candidates, OtherTable
+from sd3_light.sources.other_tables import OtherTable, choose_table
 from sd3_light.sources.parquet import scan_parquet
 from sd3_light.sources.preprocess import Reject
 from sd3_light.sources.records import FileBytes, ScanItem
@@ -59,7 +59,6 @@ def scan_folder(context: ScanContext, root: DataLocation) -> Iterator[ScanItem]:
 def _scan(context: ScanContext, folder: _WalkedFolder) -> Iterator[ScanItem | _WalkedFolder]:
     notes: dict[str, str] = {}
     folders: list[str] = []
-    candidates = Candidates()
     try:
         identity = folder_identity(folder.path)
         if identity in folder.above:
@@ -70,7 +69,6 @@ def _scan(context: ScanContext, folder: _WalkedFolder) -> Iterator[ScanItem | _W
                 folders.append(entry.name)
             else:
                 notes[entry.name] = listed_version(entry)
-                candidates.add(entry.name)
     except OSError as error:
         yield context.reject_container(folder.name.rstrip("/"), "unreadable", str(error))
         return
@@ -82,7 +80,7 @@ def _scan(context: ScanContext, folder: _WalkedFolder) -> Iterator[ScanItem | _W
                 tables.append((folder.name, stack.enter_context(closing(table))))
             except Reject as reject:
                 yield context.reject_container(folder.name + file, reject.reason, reject.detail)
-        other = stack.enter_context(closing(candidates.choose(context, folder.path, folder.name)))
+        other = stack.enter_context(closing(choose_table(context, folder.path, folder.name, notes)))
         # the nearest table comes first
         all_tables = (*tables, *folder.tables)
         others = (other, *folder.others)
