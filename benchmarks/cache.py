@@ -145,8 +145,8 @@ def plan_of(loaded: LoadedConfig) -> CachePlan:
     with Claims(folder / "claims") as claims:
         catalogue = Catalogue(folder, claims)
         listings = catalogue.refresh(make_sources(loaded.dataset.directories), lambda _: None)
-        recipe = decides_shards(cache.make_recipe(loaded.train.model))
-        return make_cache_plan(catalogue, listings, recipe, loaded.train.sd3_shard_size)
+        decided_by = decides_shards(cache.make_identity(loaded.train.model))
+        return make_cache_plan(catalogue, listings, decided_by, loaded.train.sd3_shard_size)
 
 
 def encoder_seconds(loaded: LoadedConfig, device: torch.device) -> dict[str, float]:
