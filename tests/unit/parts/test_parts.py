@@ -41,12 +41,8 @@ def small() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    write_dataset(folder / "images", 40, seed=2)
-    toml = folder / "data.toml"
-    toml.write_text('size_buckets = [[32, 32]]\n[[directory]]\npath = "images"\n', encoding="utf-8")
-    return toml
+def data(data_toml: Path) -> Path:
+    return data_toml
 
 
 def options(**more: Any) -> PartsOptions:
