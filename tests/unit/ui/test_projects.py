@@ -205,7 +205,7 @@ def test_a_plan_is_shown_before_the_files_of_new_are_written(served: Path, tmp_p
         assert (served / "new" / name).read_text() == (tmp_path / "by_new" / name).read_text()
     load(config)
     assert client.post(f"{address}/create").status_code == 303, "a second click changes nothing"
-    assert project.plan.fits
+    assert project.memory.fits
     assert client.get(created.headers["location"]).status_code == 200
 
 
