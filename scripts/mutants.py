@@ -428,6 +428,9 @@ def main() -> None:
             mutant = {"id": 100 * index + turn, "module": module, **place, "places": len(places)}
             ids[name_of(mutant)[1:]] = mutant["id"]
             files = candidates(root, module, options.wide)
+            file = (mutant.get("earlier") or "").split("::")[0]
+            if file not in files and (root / file).is_file():
+                files.append(file)
             earlier = done.get(name_of(mutant))
             if earlier is None or (options.wide and earlier["status"] in ("survived", "not executed")):
                 mutants.append({**mutant, "files": files})

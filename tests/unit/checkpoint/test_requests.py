@@ -128,3 +128,11 @@ def test_signals_after_a_stop_change_nothing(asked: bool) -> None:
         for number in requests_module.SIGNALS:
             os.kill(os.getpid(), number)
         assert requests.reason == "SIGTERM"
+
+
+def test_a_lost_worker_ends_several_ranks_together() -> None:
+    """One rank alone raises the error at once."""
+    requests = RunRequests()
+    assert requests.on_lost_worker is None
+    requests.flags.group = object()  # type: ignore[assignment]
+    assert requests.on_lost_worker == requests.fail

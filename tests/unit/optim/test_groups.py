@@ -97,12 +97,16 @@ MODULATIONS = {
 @pytest.mark.parametrize("name", ["tiny2", "sd3.5_medium", *DENOISERS])
 def test_fused_modulations_are_known_and_parameters_in_one_group(name: str) -> None:
     denoiser = denoiser_of(name)
-    kinds, parts = WeightKinds(denoiser), {}
+    kinds, parts, aliases = WeightKinds(denoiser), {}, []
     for path, weight in denoiser.named_parameters():
         if kinds.modulation_parts(weight) > 1:
             layer = path.removesuffix(".weight").split(".", 2)[2]
             parts.setdefault(layer, set()).add(kinds.modulation_parts(weight))
             assert weight.shape[0] == kinds.modulation_parts(weight) * weight.shape[1]
+        aliases.append(nn.Parameter(torch.empty_like(weight)))  # of a weight that is in host memory
+        kinds.add_alias(aliases[-1], weight)
+        for of in (kinds.modulation_parts, kinds.decays, kinds.is_block_matrix):
+            assert of(aliases[-1]) == of(weight), path
     assert parts == MODULATIONS.get(name, {})
     # every parameter is in one group with its decay
     groups = kinds.groups(dict(denoiser.named_parameters()), 0.3)

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from sd3_light.report.inspect import verb as inspect
 from sd3_light.report.inspect.cache_page import CachePage, group_samples, render_page, write_cache_page
 from sd3_light.report.inspect.cache_stats import Inspection, inspect_cache
 from sd3_light.report.inspect.line_sample import LineSample
+from sd3_light.report.inspect.sample_cards import SampleCard
 from sd3_light.sources.buckets import Bucket, resize_for
 from sd3_light.sources.preprocess import REASONS, decode, fit, fit_mask
 from sd3_light.world import write_dataset
@@ -242,6 +244,17 @@ def test_only_as_many_shards_as_needed_are_read(tmp_path: Path, built: SmallCach
     assert (inspection.stats.shards, inspection.stats.samples, inspection.samples) == (3, 12, 200)
     text = render_page(CachePage(inspection, LineSample([]), LineSample([])))
     assert "24 captions of 12 samples in 3 of 50 shards, chosen at random" in text
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [((64, 64), ""), ((200, 100), ", 50% cropped"), ((32, 32), ", enlarged")]
+)
+def test_a_card_says_how_its_image_was_resized(size: tuple[int, int], expected: str) -> None:
+    bucket = Bucket(64, 64)
+    ref: Any = SimpleNamespace(entry=SimpleNamespace(bucket=str(bucket)))
+    origin: Any = None
+    card = SampleCard(ref, origin, resize_for(*size, bucket))
+    assert card.resize_text == f"{size[0]}x{size[1]} → {bucket}{expected}"
 
 
 # --- missing and damaged parts -------------------------------------------------------------------
