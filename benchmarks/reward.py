@@ -236,7 +236,7 @@ class Bench:
             self._opened[key] = open_pipeline(model, Launch().device())
         pipe, policy = self._opened[key]
         requests = [ImageRequest(text, first + number, self.side, self.side) for number, text in enumerate(prompts)]
-        return generate(pipe, requests, policy, STEPS, guidance)
+        return generate(pipe, requests, policy, (STEPS, guidance))
 
     _opened: dict[str, Any] = {}  # noqa: RUF012
 

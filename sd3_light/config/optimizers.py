@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 INSTALL_BITSANDBYTES = "pip install 'sd3-light[bnb]'"
-UNIT_ELEMENTS = 2**25
+CHUNK_ELEMENTS = 2**25
 """Elements of a unit of weights that are updated together, except that one weight may have more; bounds the memory of
 an update, and the gradients that wait for it."""
-PART_ELEMENTS = 2**23
+SLICE_ELEMENTS = 2**23
 """Elements of a weight that AdamW with 8-bit moments updates together."""
 
 
@@ -25,7 +25,7 @@ class OptimizerRecord:
     """Everything that config, check and the memory formula need to know about an optimizer.
 
     ``fsdp2`` and ``deepspeed``: whether FSDP2, and DeepSpeed with its pipelines, can shard its state. ``step_bytes``:
-    memory of one step beside state and gradients, in bytes per squared model width; ``part_bytes``: for each of the
+    memory of one step beside state and gradients, in bytes per squared model width; ``slice_bytes``: for each of the
     elements that are updated together, by an optimizer that updates weights in bfloat16 itself. ``in_units``:
     whether it updates weights independently of each other, so that they may be in bfloat16 and their gradients released
     one by one.
@@ -37,7 +37,7 @@ class OptimizerRecord:
     fsdp2: bool = False
     deepspeed: bool = False
     step_bytes: int = 0
-    part_bytes: int = 0
+    slice_bytes: int = 0
     in_units: bool = False
     package: str | None = None
     extra: str | None = None
@@ -61,7 +61,7 @@ OPTIMIZERS = {
     "adamw8bit": OptimizerRecord(
         "AdamW with 8-bit moments",
         (StateTerm("AdamW in 8 bits", 2 + 2 * 4 / 256),),  # one float32 scale per 256 values
-        part_bytes=2 * 4,  # the draws that round the second moment and the weight
+        slice_bytes=2 * 4,  # the draws that round the second moment and the weight
         in_units=True,
     ),
     "muon": OptimizerRecord(

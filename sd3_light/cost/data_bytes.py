@@ -66,9 +66,10 @@ def at_most(prepared: Sequence[Column]) -> str:
     return "at most " if any(column.ragged for column in prepared) else ""
 
 
-def open_shard_bytes(shard_size: int, captions: float = 1.0) -> int:
-    """Return the bytes that an open shard holds in memory: ids, and the offsets of captions and tokens."""
-    return round(8 * (2 * shard_size + 4 * shard_size * captions))
+def open_shard_bytes(shard_size: int) -> int:
+    """Return the bytes that an open shard holds in memory: ids, and the offsets of captions and tokens,
+    of one caption per image."""
+    return 8 * 6 * shard_size
 
 
 def resident_index_bytes(samples: int, captions: int) -> int:

@@ -90,4 +90,4 @@ class Networks:
             yield self._piece(f"{STATE_KIND}/{name}", value)
 
     def _piece(self, name: str, value: Tensor) -> TensorPiece:
-        return TensorPiece(name, value.detach().view(-1), 0, tuple(value.shape), writes=self._launch.rank == 0)
+        return TensorPiece(name, value.detach().view(-1), 0, value.shape, writes=self._launch.rank == 0)

@@ -1,8 +1,8 @@
 """Contrastive training of the text encoders against a small image tower, on the same captioned images.
 
 Each encoder learns to find the image of a caption among the other images of the batch (Radford et al. 2021). The image
-tower and the second CLIP encoder are kept as the judge: the same pair in one folder (`evaluate/judge.py`). A judge that
-shares nothing with the text encoders comes from a second training with another seed on other captions.
+tower and the second CLIP encoder are kept as the judge: the same pair in one folder (`evaluate/feature_model.py`). A
+judge that shares nothing with the text encoders comes from a second training with another seed on other captions.
 """
 
 import copy

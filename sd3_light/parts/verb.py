@@ -31,7 +31,7 @@ from sd3_light.config import DatasetConfig, load_images
 from sd3_light.config.faults import Stopped, UserError
 from sd3_light.encoding.vae import LOW_PSNR
 from sd3_light.engines import Launch
-from sd3_light.evaluate.judge import MADE, save_judge
+from sd3_light.evaluate.feature_model import MADE, save_feature_model
 from sd3_light.files import apply_umask, new_folder, refuse_existing, write_atomically, write_errors
 from sd3_light.inputs import read_json_file
 from sd3_light.model.folder import JUDGE, WORK
@@ -317,7 +317,7 @@ class _PartsRun:
         self, task: TextTask, tokenizers: dict[str, PreTrainedTokenizerBase], note: Mapping[str, Any]
     ) -> None:
         with new_folder(self.out / JUDGE, replace=True) as folder:
-            save_judge(task.judge(), tokenizers["tokenizer_2"], task.data.pixels.shape[1], folder)
+            save_feature_model(task.judge(), tokenizers["tokenizer_2"], task.data.pixels.shape[1], folder)
             _write_note(folder, note)
 
     def _fit(self, fit: Fit) -> Progress:

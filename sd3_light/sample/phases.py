@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sd3_light.core.sampling import PipelineInputs
 from sd3_light.cost.drawing_memory import drawing_bytes
-from sd3_light.encoding.residence import free_memory
+from sd3_light.encoding.placement import free_memory
 from sd3_light.encoding.vae import VaeDecoder, vae_class
 from sd3_light.export.chosen import ChosenModel
 from sd3_light.export.lora_merge import add_adapters, draw_as_adapters, text_folder

@@ -18,14 +18,14 @@ from sd3_light.config import VALIDATION, DirectoryConfig, load_dataset
 from sd3_light.config.faults import UserError
 from sd3_light.config.load_dataset import directory_from_arguments
 from sd3_light.core.columns import MASK_FACTOR
-from sd3_light.data.cache_plan import CachePlan, Unit, decode_task
+from sd3_light.data.cache_plan import CachePlan, PlannedShard, decode_task
 from sd3_light.data.decoded import plan_images
 from sd3_light.data.split import RECORD, split_images
 from sd3_light.files import write_atomically
 from sd3_light.inputs import read_json_file
 from sd3_light.randomness import sample_id
 from sd3_light.runlog import info, progress
-from sd3_light.sources.buckets import ResizePlan, buckets_for, fits
+from sd3_light.sources.buckets import Resize, buckets_for, fits
 from sd3_light.sources.catalogue import Catalogue
 from sd3_light.sources.claims import Claims
 from sd3_light.sources.decode import DecodeTask, decode_images
@@ -188,7 +188,7 @@ def _check_all(plan: CachePlan, claims: Claims, workers: int, factor: int) -> li
 
     They are kept beside the plan. A unit's name has a hash of its images, so a changed one is checked again.
     """
-    units = {unit.file: unit for unit in plan.units}
+    units = {unit.file: unit for unit in plan.shards}
 
     def is_checked(name: str) -> bool:
         note = _note(plan, units[name], factor)
@@ -215,7 +215,7 @@ def _check_all(plan: CachePlan, claims: Claims, workers: int, factor: int) -> li
         ):
             claims.divide(list(units), is_checked, check)
             bar.set_done(total)  # with what other processes have checked
-    return [_read_faults(_note(plan, unit, factor)) or {} for unit in plan.units]
+    return [_read_faults(_note(plan, unit, factor)) or {} for unit in plan.shards]
 
 
 def _check_images(tasks: Sequence[DecodeTask]) -> list[_Fault]:
@@ -223,7 +223,7 @@ def _check_images(tasks: Sequence[DecodeTask]) -> list[_Fault]:
     return [(image.reason, image.detail) for task in tasks for image in decode_images([task])]
 
 
-def _note(plan: CachePlan, unit: Unit, factor: int) -> Path:
+def _note(plan: CachePlan, unit: PlannedShard, factor: int) -> Path:
     # a mask that is black at one factor may not be at another
     other = "" if factor == MASK_FACTOR else f".{factor}"
     return plan.path.with_name(f"{Path(unit.file).stem}.checked{other}.json")
@@ -242,7 +242,7 @@ def _usable_samples(
 ) -> list[_Sample]:
     """Return the samples without a fault; the others are added to ``rejects``."""
     samples: list[_Sample] = []
-    for unit, found in zip(plan.units, faults, strict=True):
+    for unit, found in zip(plan.shards, faults, strict=True):
         root = plan.source(unit).root
         for number, member in enumerate(plan.members(unit)):
             if number in found:
@@ -258,7 +258,7 @@ def _divide(plan: CachePlan, keys: Sequence[str], folder: Path) -> Sides | None:
     """Return the sides of the samples with these keys; None if no directory is divided."""
     rows = {
         member.row.key: (member.row, plan.source(unit).directory.validation)
-        for unit in plan.units
+        for unit in plan.shards
         for member in plan.members(unit)
     }
     if not any(may_be_held_out for _, may_be_held_out in rows.values()):
@@ -279,7 +279,7 @@ _Probed = VideoSize | tuple[str, str]  # or reason and detail of a reject
 class _Clip:
     record: Record
     frames: int
-    plan: ResizePlan
+    plan: Resize
 
 
 class VideoDataset(SourceDataset):

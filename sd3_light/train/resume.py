@@ -18,8 +18,7 @@ from sd3_light.checkpoint.store import (
     restore_replaced,
     step_of,
 )
-from sd3_light.config import LoadedConfig, ModelConfig, TrainConfig, resolved_toml
-from sd3_light.config.faults import UserError
+from sd3_light.config import LoadedConfig, ModelConfig, TrainConfig, UserError, resolved_toml
 from sd3_light.config.toml_file import read_toml
 from sd3_light.core.model import HEADS
 from sd3_light.core.start import WeightsStart

@@ -30,7 +30,6 @@ from sd3_light.core.training import Preparer
 from sd3_light.data.prepare import FlowPreparer
 from sd3_light.data.prompt_features import encode_prompts_one_by_one, has_prompt, read_prompt
 from sd3_light.data.prompt_lists import read_prompts
-from sd3_light.engines.protocol import StepStream
 from sd3_light.evaluate.rewards import Images, Reward, open_reward, scores
 from sd3_light.export.model_facts import bucket_size
 from sd3_light.flow.objective import flow_loss, interpolate, velocity
@@ -53,12 +52,6 @@ def draw_rewards(model: TrainedModel, context: RunContext, preparer: Preparer, s
     (part,) = (part for part in model.objective.parts if isinstance(part, Rewarded))
     rollouts = Rollouts.of(context, preparer, score)
     part.attach(rollouts.batch, rollouts.state)
-
-
-def drawn_steps(samples: int, micro: int, first: int) -> StepStream:
-    """Yield the micro-batches of endless steps without data: the objective draws them."""
-    while True:
-        yield [Batch(samples)] * micro
 
 
 def drawn_samples(samples: int, position: int) -> int:
@@ -202,7 +195,7 @@ class Rollouts:
         rows = [self._shuffled(window, use // count)[use % count] for use in uses]
         latents = self.state["latents"][rows]
         occurrences = occurrence_words(window, turns, rows)
-        noise = np.empty(tuple(latents.shape), dtype=np.float32)
+        noise = np.empty(latents.shape, dtype=np.float32)
         fill_rows(self.config.seed, "reward-noise", occurrences, noise)
         drawn = torch.from_numpy(noise)
         t = self.preparer.times(occurrences, latents.shape)

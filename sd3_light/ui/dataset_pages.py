@@ -10,14 +10,15 @@ from urllib.parse import quote, urlencode
 import numpy as np
 from PIL import Image
 
+from sd3_light.config import load_config
 from sd3_light.config.faults import UserError
-from sd3_light.formats import plural
 from sd3_light.pages import render_template
 from sd3_light.report.inspect.cache_stats import reason_meaning
 from sd3_light.sources.preprocess import Reject
 from sd3_light.sources.video import open_still
 from sd3_light.ui.dataset_jobs import read_length
 from sd3_light.ui.datasets import Dataset, Preview
+from sd3_light.ui.run_queue import can_resume
 from sd3_light.ui.sample_index import SHOWS, SORTS, IndexedSample, Query, Rows
 
 PAGE_SIZE = 24
@@ -99,7 +100,6 @@ def dataset_page(dataset: Dataset, dataset_id: str, query: Query, page: int = 1,
     problem = dataset.files.problem(dataset.path)
     return render_template(
         "dataset.html",
-        name=dataset.path.name,
         folder=dataset.path,
         path=f"/datasets/{dataset_id}",
         dataset=dataset,
@@ -116,8 +116,6 @@ def dataset_page(dataset: Dataset, dataset_id: str, query: Query, page: int = 1,
         with_tags=with_tags,
         address=lambda **changes: f"/datasets/{dataset_id}{address_of(query, **changes)}",
         query_text=address_of(query).removeprefix("?"),
-        previous=address_of(query, page - 1) if page > 1 else "",
-        following=address_of(query, page + 1) if page < pages else "",
         number=page,
         pages=pages,
         problem=problem,
@@ -152,21 +150,17 @@ def _measured(dataset: Dataset) -> dict[str, Mapping[str, float]]:
 def preview_page(dataset: Dataset, dataset_id: str, preview: Preview, back: str) -> str:
     """Return the page that shows a change of captions before it is made."""
     edits = [(edit.key, list(_difference(edit.old, edit.new))) for edit in preview.edits[:_MOST_SHOWN]]
-    files = {edit.place.path for edit in preview.edits}
     return render_template(
         "preview.html",
         folder=dataset.path,
         path=f"/datasets/{dataset_id}",
         preview=preview,
-        summary=f"{plural(len(preview.edits), 'caption')} in {plural(len(files), 'file')} "
-        f"would change, of {plural(preview.looked_at, 'sample')}.",
+        num_files=len({edit.place.path for edit in preview.edits}),
         edits=edits,
         problems=preview.problems[:_MOST_SHOWN],
         back=f"/datasets/{dataset_id}?{back}",
         query_text=back,
-        notes=[],
         served="/data",
-        live=False,
     )
 
 
@@ -221,15 +215,13 @@ def _counts(dataset: Dataset) -> dict[str, int]:
 
 def _commands(dataset: Dataset) -> list[tuple[str, str, bool]]:
     """Return path and name of each train TOML, and whether its run has a checkpoint to continue from."""
-    from sd3_light.config import load_config
-
     commands = []
     for config in dataset.configs:
         try:
             output = load_config(config).train.output_dir
         except UserError:
             continue
-        commands.append((str(config), config.name, any((output / "checkpoints").glob("step-*"))))
+        commands.append((str(config), config.name, can_resume(output)))
     return commands
 
 

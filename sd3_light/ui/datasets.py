@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sd3_light.config import DirectoryConfig, load_config
-from sd3_light.config.faults import ConfigFaults, UserError
-from sd3_light.config.load_dataset import load_directories
+from sd3_light.config import DirectoryConfig, load_config, load_dataset
+from sd3_light.config.faults import UserError
 from sd3_light.config.toml_file import read_toml
 from sd3_light.config.toml_text import format_toml
 from sd3_light.config.validation import looks_like
@@ -35,9 +34,8 @@ from sd3_light.ui.dataset_jobs import (
     has_linked_caption,
     list_samples,
     measure_psnr,
-    start_thread,
 )
-from sd3_light.ui.folders import FileMemo, Folders, folder_id, project_folders
+from sd3_light.ui.folders import Folders, Repeated, folder_id, project_folders, remembered
 from sd3_light.ui.sample_index import IndexedSample, Rows, SampleIndex
 from sd3_light.ui.served_files import ServedFiles
 
@@ -49,6 +47,7 @@ MOST_EDITS = 100_000
 
 _SEARCH_SECONDS = 10.0
 _MOST_OPEN = 8
+_MOST_TOMLS = 4000  # whose kind is in memory
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class Dataset:
         self._folder = tempfile.TemporaryDirectory(prefix="sd3-light-ui-")
         self._index: SampleIndex | None = None
         self._previews: dict[str, Preview] = {}
-        self._memo: FileMemo[tuple[DirectoryConfig, ...]] = FileMemo(1)
+        self._load = remembered(1, load_dataset)
         self._lock = threading.RLock()
         self.is_listed_here = False
 
@@ -91,14 +90,8 @@ class Dataset:
     def directories(self) -> tuple[DirectoryConfig, ...]:
         """The directories as the TOML is now. Raises ConfigFaults."""
 
-        def load() -> tuple[DirectoryConfig, ...]:
-            directories, faults = load_directories(self.path)
-            if faults:
-                raise ConfigFaults(faults)
-            return directories
-
         try:
-            return self._memo.get(self.path, load)
+            return self._load(self.path).directories
         except OSError as error:
             raise UserError(f"{self.path} cannot be read: {error.strerror}") from error
 
@@ -181,7 +174,7 @@ class Dataset:
             if self.job is not None and self.job.is_running:
                 raise UserError("the dataset is being read already; wait until it is done")
             self.job = Job(title)
-        start_thread(self.job, work)
+        self.job.start(work)
 
     def _list(self, job: Job, compare: bool) -> None:
         sources = [replace(source, compared=compare) for source in self.sources]
@@ -265,7 +258,7 @@ class Dataset:
             transform = make_transform(mode, find, put, source.directory.cache_shuffle_delimiter)
             own = rows[index.numbers[rows] == number]
             with CaptionPlaces(source.directory, source.index) as places:
-                for sample in index.samples(_in_order(own)):
+                for sample in index.samples(np.sort(own)):
                     if not any(transform(text) != text for text in sample.captions):
                         continue  # no place is looked for: most captions do not change
                     try:
@@ -368,23 +361,15 @@ class Datasets:
         self._folders = folders
         self._prepare = prepare
         self.files = ServedFiles(folders.roots)
-        self._memo: FileMemo[tuple[str, Path | None]] = FileMemo(4000)
-        self._known: dict[str, tuple[Path, list[Path]]] = {}
+        self._kind = remembered(_MOST_TOMLS, _kind_of)
+        self.found = Repeated(self._search, _SEARCH_SECONDS)
+        """Path and train TOMLs of every dataset by its id, sorted by path."""
         self._open: dict[str, Dataset] = {}
-        self._searched = float("-inf")
         self._lock = threading.Lock()
-
-    def all(self) -> dict[str, tuple[Path, list[Path]]]:
-        """Return path and train TOMLs of every dataset by its id, sorted by path."""
-        with self._lock:
-            if time.monotonic() - self._searched > _SEARCH_SECONDS:
-                self._known = self._search()
-                self._searched = time.monotonic()
-            return self._known
 
     def get(self, dataset_id: str) -> Dataset:
         """Return a dataset. Raises UserError for an unknown id."""
-        known = self.all().get(dataset_id)
+        known = self.found.get().get(dataset_id)
         if known is None:
             raise UserError(f"there is no dataset {dataset_id:.80}; see the list of datasets")
         with self._lock:
@@ -400,7 +385,7 @@ class Datasets:
         named: dict[Path, list[Path]] = {}
         for path in (path for folder in project_folders(self._folders.roots) for path in folder.tomls()):
             try:
-                kind, dataset = self._memo.get(path, lambda path=path: _kind_of(path))  # type: ignore[misc]
+                kind, dataset = self._kind(path)
             except OSError:
                 continue
             if kind == "dataset":
@@ -408,10 +393,6 @@ class Datasets:
             elif dataset is not None and os.path.isfile(dataset):  # False also for names that are too long
                 named.setdefault(dataset, []).append(path)
         return {folder_id(path): (path, named[path]) for path in sorted(named)}
-
-
-def _in_order(rows: Rows) -> Rows:
-    return rows if len(rows) < 2 else rows[rows.argsort()]
 
 
 def _problem_notes(problems: Sequence[tuple[str, str]]) -> list[str]:

@@ -202,7 +202,7 @@ class _Routes:
         return page_reply(request, compare_page(self.site.folders, request.query_params.getlist("run")))
 
     def caches(self, request: Request) -> Response:
-        datasets = {} if self.site.is_read_only else self.site.datasets.all()
+        datasets = {} if self.site.is_read_only else self.site.datasets.found.get()
         return page_reply(request, caches_page(self.site.folders, datasets))
 
     def cache(self, request: Request) -> Response:
@@ -237,5 +237,5 @@ def _show_error(request: Request, error: Exception) -> Response:
     types = (request.headers.get("content-type", ""), request.headers.get("accept", ""))
     if "application/json" in types or request.url.path.startswith("/playground/"):
         return json_reply({"error": str(error)}, code)
-    text = render_template("error.html", notes=[str(error)], served=request.url.path, live=False)
+    text = render_template("error.html", notes=[str(error)], served=request.url.path)
     return HTMLResponse(text.encode("utf-8", "backslashreplace"), code)

@@ -216,7 +216,7 @@ def patch() -> None:
 
 def record_memory(run: Path, engine: Any, averages: Any) -> None:
     """Record the bytes of this process's weights, optimizer state and averages in the run's folder."""
-    states = (part.optimizer.state.values() for part in engine.optimizer._parts)
+    states = (each.optimizer.state.values() for each in engine.optimizer._optimizers)
     state = [value for values in chain.from_iterable(states) for value in values.values()]
     sizes = {
         "weights": storage_bytes(engine.weights.values()),

@@ -42,13 +42,6 @@ def one_thread() -> None:
 
 
 @pytest.fixture
-def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exports are not loaded again and compared, which takes seconds."""
-    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
-    monkeypatch.setattr("sd3_light.export.adapter_folder.prove_adapter", lambda *_: {})
-
-
-@pytest.fixture
 def limit_file_size() -> Iterator[Callable[[int], None]]:
     """Return a function that limits the size of this process's files, which acts like a full disk."""
     import resource

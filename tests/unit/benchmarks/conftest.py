@@ -9,11 +9,11 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 sys.path.append(str(BENCHMARKS))  # last: scripts have names of other modules
-COMMON = ("ablations", "basics", "lanes", "models", "paired", "world")
+COMMON = ("ablations", "basics", "models", "processes", "world")
 
 
 @pytest.fixture(scope="module")
 def scripts() -> SimpleNamespace:
     """Modules of the benchmarks by name."""
-    names = ("run_list", "ablate", "real_size", *(f"common.{name}" for name in COMMON))
+    names = ("run_list", "ablate", "real_size", "step", *(f"common.{name}" for name in COMMON))
     return SimpleNamespace(**{name.removeprefix("common."): importlib.import_module(name) for name in names})

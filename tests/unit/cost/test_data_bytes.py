@@ -95,10 +95,10 @@ def test_sample_bytes_match_a_shard(captions: int, variants: int, mask: bool) ->
 
 
 def test_an_open_shard_holds_ids_and_offsets(tmp_path: Path) -> None:
-    entry = written(tmp_path, content(10, captions=2))
+    entry = written(tmp_path, content(10))
     reader = ShardReader(tmp_path / SHARDS / entry.file, entry)
     held = sum(values.nbytes for values in reader.index.values())
-    assert 0 <= held - open_shard_bytes(10, captions=2) <= 8 * 4  # each list of offsets has one more entry
+    assert 0 <= held - open_shard_bytes(10) <= 8 * 4  # each list of offsets has one more entry
 
 
 def test_a_prepared_batch_is_latents_in_fp32_and_text_in_bf16() -> None:

@@ -269,7 +269,10 @@ def test_trained_blocks_have_the_bytes_that_check_counts(
     setup = TrainingSetup(cost, Tokens(64, 64), 1, optimizer=kind, release=True, swapped=config.swap_blocks)
     engine.optimizer.prepare_state()
     states = [
-        state for unit in engine.optimizer.units for part in unit.parts for state in part.optimizer.state.values()
+        state
+        for chunk in engine.optimizer.chunks
+        for each in chunk.optimizers
+        for state in each.optimizer.state.values()
     ]
     values = [*denoiser.parameters(), *(value for state in states for value in state.values())]
     held = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in values}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedTokenizerBase
 
 from sd3_light.config.faults import UserError
-from sd3_light.evaluate.judge import load_judge, save_judge
+from sd3_light.evaluate.feature_model import load_feature_model, save_feature_model
 from sd3_light.parts.contrastive import CaptionedImages, TextOptions, TextTask, Towers, augment, captioned_images
 from sd3_light.parts.images import Pool
 from sd3_light.parts.sizes import TextSize
@@ -51,8 +51,8 @@ def test_captions_follow_their_images(images: CaptionedImages, pools: list[Pool]
 
 
 def test_the_judge_agrees(task: TextTask, tokenizers: Tokenizers, tmp_path: Path) -> None:
-    save_judge(task.judge(), tokenizers["tokenizer_2"], 32, tmp_path)
-    judge = load_judge(tmp_path, CPU)
+    save_feature_model(task.judge(), tokenizers["tokenizer_2"], 32, tmp_path)
+    judge = load_feature_model(tmp_path, CPU)
     texts = list(task.data.texts[:6])
     expected = task.towers.text_vector(1, task.data.ids[1][:6], task.data.lengths[:6], masked=True)
     assert torch.allclose(judge.text_features(texts), expected, atol=1e-5)
@@ -64,7 +64,7 @@ def test_the_judge_agrees(task: TextTask, tokenizers: Tokenizers, tmp_path: Path
     assert type(AutoModel.from_pretrained(tmp_path)).__name__ == "VisionTextDualEncoderModel"
     (tmp_path / "preprocessor_config.json").write_text("{}")
     with pytest.raises(UserError, match="no size, image_mean and image_std"):
-        load_judge(tmp_path, CPU)
+        load_feature_model(tmp_path, CPU)
 
 
 # --- hand-computed values ----------------------------------------------------------------------

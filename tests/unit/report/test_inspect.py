@@ -25,8 +25,8 @@ from sd3_light.randomness import sample_id
 from sd3_light.report.inspect import verb as inspect
 from sd3_light.report.inspect.cache_page import CachePage, group_samples, render_page, write_cache_page
 from sd3_light.report.inspect.cache_stats import inspect_cache
-from sd3_light.report.inspect.rejects import RejectSummary
-from sd3_light.sources.buckets import Bucket, plan
+from sd3_light.report.inspect.line_sample import LineSample
+from sd3_light.sources.buckets import Bucket, resize_for
 from sd3_light.sources.preprocess import REASONS, decode, fit, fit_mask
 from sd3_light.world import write_dataset
 from tests.shards import sd3_content
@@ -59,7 +59,7 @@ class SmallCache:
     def shard(self, bucket: str, numbers: list[int], first_captions: list[str], mask: bool = False) -> ShardEntry:
         size = Bucket(*map(int, bucket.split("x")))
         files = [self.sources / f"{number:06d}.png" for number in numbers]
-        plans = [plan(*Image.open(file).size, size) for file in files]
+        plans = [resize_for(*Image.open(file).size, size) for file in files]
         pixels = np.stack([fit(decode(file.read_bytes()), resize) for file, resize in zip(files, plans, strict=True)])
         firsts = [*first_captions, *["two words"] * (len(numbers) - len(first_captions))]
         captions = [(first, f"and {number}") for first, number in zip(firsts, numbers, strict=True)]
@@ -247,7 +247,7 @@ def test_only_as_many_shards_as_needed_are_read(tmp_path: Path, built: SmallCach
     replace(manifest, shards=entries).save(folder)
     inspection = inspect_cache(folder, 10, seed=0)
     assert (inspection.stats.shards, inspection.stats.samples, inspection.samples) == (3, 12, 200)
-    text = render_page(CachePage(inspection, RejectSummary()))
+    text = render_page(CachePage(inspection, LineSample([]), LineSample([])))
     assert "24 captions of 12 samples in 3 of 50 shards, chosen at random" in text
 
 
@@ -309,7 +309,7 @@ def test_half_a_surrogate_pair_does_not_stop_the_page(tmp_path: Path, copy_cache
     line = '{"key": "images#0/\\ud800.jpg", "reason": "new_reason", "detail": "", "image": ""}\nnot json\n'
     (folder / "rejects.jsonl").write_text(line)
     content = write_cache_page(folder, tmp_path / "page.html", samples=0)
-    assert content.rejects.counts == {"new_reason": 1}
+    assert [(group.name, group.total) for group in content.rejects.groups] == [("new_reason", 1)]
     assert content.notes == ["Damaged lines in rejects.jsonl: 1."]
     assert "\\ud800.jpg" in ParsedPage(tmp_path / "page.html").text
 

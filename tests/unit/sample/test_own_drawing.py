@@ -103,7 +103,7 @@ def test_models_with_different_defaults_are_not_compared(tmp_path: Path, monkeyp
     monkeypatch.setattr("sd3_light.evaluate.composition.generate", lambda *args: drawn.append(args) or [])
     for name in ("a", "b"):
         score(None, [], open_policy(chosen[name].folder)[1], ScoreOptions())  # type: ignore[arg-type]
-    assert [args[3:5] for args in drawn] == [(20, 4.0), (4, 1.0)]
+    assert [args[3] for args in drawn] == [(20, 4.0), (4, 1.0)]
 
 
 def stating(folder: Path, **sampling: Any) -> Path:

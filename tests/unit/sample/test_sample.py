@@ -290,7 +290,7 @@ def test_a_large_job_has_a_grid_of_its_first_images(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sample, "_MAX_GRID_IMAGES", 2)
-    monkeypatch.setattr(sample, "_MAX_THUMBNAIL_SIDE", 32)
+    monkeypatch.setattr("sd3_light.sample.grid._LARGEST_SIDE", 32)
     sample.run(model, ROWS[:1], [1, 2, 3], tmp_path, SampleOptions(1))
     assert "the grid shows the first 2 of 3 images" in capsys.readouterr().err
     with Image.open(tmp_path / "grid.png") as grid:

@@ -24,7 +24,7 @@ from sd3_light.families.sd3.encoders import FrozenParts
 from sd3_light.families.sd3.module import SD3TrainingModule
 from sd3_light.families.sd3.random_weights import new_transformer
 from sd3_light.flow.scheduler import flow_scheduler
-from sd3_light.sample.in_training import Sampler, assigned
+from sd3_light.sample.in_training import SampledCache, Sampler, assigned
 from tests.cases import combinations
 from tests.project import Project
 
@@ -50,7 +50,8 @@ def overrides(guidance: float = 4.0, **model: str) -> tuple[str, ...]:
 def sampler(project: Project, *keys: str, launch: Launch | None = None, batch_size: int | None = None) -> Sampler:
     data = CachedDataset(LocalStore(project.cache))
     config = project.load(*keys).train
-    result = Sampler.of_config(config, project.cache, data, data.buckets[0], launch or Launch(), torch.device("cpu"))
+    cache = SampledCache(project.cache, data, data.buckets[0])
+    result = Sampler.of_config(config, cache, launch or Launch(), torch.device("cpu"))
     result.batch_size = batch_size or result.batch_size
     return result
 

@@ -292,7 +292,8 @@ def test_runs_continue_after_a_restart_of_the_machine(machine: Machine, monkeypa
     queue.add(machine.config("a"))
     queue.add(machine.config("b"))
     os.killpg(queue.jobs()[0].pid, signal.SIGKILL)
-    monkeypatch.setattr(job_process, "machine", lambda: "host-next-boot")
+    for module in (job_process, run_queue):
+        monkeypatch.setattr(module, "machine", lambda: "host-next-boot")
     (machine.run("a") / "checkpoints" / "step-1").mkdir(parents=True)
     assert can_resume(machine.run("a"))
     later = machine.queue()

@@ -479,15 +479,14 @@ class BusyPlayground:
 
 
 def test_waiting_drawings_are_limited_and_never_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(playground_module, "MOST_WAITING", 5)
-    monkeypatch.setattr(playground_module, "_KEPT_DRAWINGS", 2)
+    monkeypatch.setattr(playground_module, "MOST_DRAWINGS", 6)
     busy = BusyPlayground(tmp_path)
     first = busy.draw().json()["id"]
     assert busy.started.wait(HANG_SECONDS)
     waiting = [busy.draw().json()["id"] for _ in range(5)]
     refused = busy.draw()
     assert refused.status_code == 400
-    assert "5 drawings wait already; draw again when" in refused.json()["error"]
+    assert "6 drawings wait already; try again when" in refused.json()["error"]
     for number in (first, *waiting):
         state = busy.client.get(f"/playground/drawings/{number}")
         assert (state.status_code, state.json()["done"]) == (200, False)

@@ -1,9 +1,9 @@
-"""The judge: an image tower and a text tower that compare images with captions.
+"""A feature model: an image tower and a text tower that compare images with captions.
 
-A judge is a folder in the layout of transformers' dual encoders, as `sd3-light parts` writes it and as CLIP models have
+It is a folder in the layout of transformers' dual encoders, as the judge of `sd3-light parts` and CLIP models have
 it: `config.json`, `model.safetensors`, `preprocessor_config.json` and a tokenizer. Images are scaled to its square
 size and normalised with its mean and deviation; captions are padded to the length of its tokenizer. A vision model
-(ViT, DINOv2, ...) is a judge without texts: its features are the pooled output.
+(ViT, DINOv2, ...) is one without texts: its features are the pooled output.
 """
 
 import json
@@ -31,7 +31,7 @@ MADE = "made.json"
 
 
 @dataclass(frozen=True)
-class Judge:
+class FeatureModel:
     """Both towers on one device; without a tokenizer there is only the image tower. Features are vectors of length 1:
     their products are cosines."""
 
@@ -69,8 +69,8 @@ def shares_captions(folder: Path) -> bool:
     return made.is_file() and not read_json(made).get("judge_share")
 
 
-def load_judge(folder: Path, device: torch.device) -> Judge:
-    """Load a judge in float32 from safetensors; nothing in the folder is executed.
+def load_feature_model(folder: Path, device: torch.device) -> FeatureModel:
+    """Load a feature model in float32 from safetensors; nothing in the folder is executed.
 
     ``folder`` may also be one that `sd3-light parts` wrote, with a judge inside.
     """
@@ -82,7 +82,7 @@ def load_judge(folder: Path, device: torch.device) -> Judge:
         kind = type(model).__name__
         raise UserError(f"{folder} is a {kind}, without features of images; give a CLIP or vision model folder")
     tokenizer = _tokenizer(folder) if is_dual else None
-    return Judge(model.to(device), tokenizer, settings.side, settings.mean, settings.std, device)
+    return FeatureModel(model.to(device), tokenizer, settings.side, settings.mean, settings.std, device)
 
 
 def _tokenizer(folder: Path) -> Any:
@@ -93,8 +93,8 @@ def _tokenizer(folder: Path) -> Any:
         raise UserError(f"{folder} has no usable tokenizer ({error!s:.200}); write the folder again") from error
 
 
-def save_judge(model: Any, tokenizer: Any, side: int, folder: Path) -> None:
-    """Write a judge whose images have values from -1 to 1."""
+def save_feature_model(model: Any, tokenizer: Any, side: int, folder: Path) -> None:
+    """Write a feature model whose images have values from -1 to 1."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     settings = {

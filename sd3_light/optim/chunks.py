@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sd3_light.config.optimizers import UNIT_ELEMENTS
+from sd3_light.config.optimizers import CHUNK_ELEMENTS
 from sd3_light.optim.draws import StepDraws, round_stochastically
 
 Named = Mapping[str, nn.Parameter]
+Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class OptimizerPart:
+class TorchOptimizer:
     """A torch optimizer for some of the weights, and a function that creates a weight's state of step 0.
 
     ``skips_on_device``: it reads `found_inf`, so a step is skipped without synchronizing with the host.
@@ -31,12 +32,12 @@ class OptimizerPart:
 
 
 @dataclass(frozen=True)
-class OptimizerUnit:
-    """Some weights by name, and what the optimizers of ``parts`` hold for each: the weight itself or its `stand_in`."""
+class WeightChunk:
+    """Some weights by name, and what the ``optimizers`` hold for each: the weight itself or its `stand_in`."""
 
     weights: Named
     held: Named
-    parts: Sequence[OptimizerPart]
+    optimizers: Sequence[TorchOptimizer]
     draws: StepDraws
 
     @torch.no_grad()
@@ -45,12 +46,12 @@ class OptimizerUnit:
         narrow = [name for name, weight in self.weights.items() if self.held[name] is not weight]
         for name in narrow:
             _widen(self.weights[name], self.held[name])
-        for part in self.parts:
-            if part.skips_on_device:
+        for each in self.optimizers:
+            if each.skips_on_device:
                 # attributes that torch's GradScaler sets, too; a skipped step is not counted
-                part.optimizer.grad_scale = None  # type: ignore[attr-defined]
-                part.optimizer.found_inf = skip  # type: ignore[attr-defined]
-            part.optimizer.step()
+                each.optimizer.grad_scale = None  # type: ignore[attr-defined]
+                each.optimizer.found_inf = skip  # type: ignore[attr-defined]
+            each.optimizer.step()
         for name in narrow:
             weight = self.weights[name]
             wide = self.held[name]
@@ -77,12 +78,12 @@ def _without_memory(weight: Tensor) -> Tensor:
     return torch.zeros((), device=weight.device).expand(weight.shape)
 
 
-def split_into_units(named: Named, most: int = UNIT_ELEMENTS) -> Iterator[dict[str, nn.Parameter]]:
+def split_into_chunks(named: Named, most: int = CHUNK_ELEMENTS) -> Iterator[dict[str, nn.Parameter]]:
     """Yield the weights in their order, as many at a time as have at most ``most`` elements, at least one."""
-    unit: dict[str, nn.Parameter] = {}
+    chunk: dict[str, nn.Parameter] = {}
     for name, weight in named.items():
-        if unit and sum(member.numel() for member in unit.values()) + weight.numel() > most:
-            yield unit
-            unit = {}
-        unit[name] = weight
-    yield unit
+        if chunk and sum(member.numel() for member in chunk.values()) + weight.numel() > most:
+            yield chunk
+            chunk = {}
+        chunk[name] = weight
+    yield chunk

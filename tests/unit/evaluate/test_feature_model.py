@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModel, BertConfig, BertModel
 
 from sd3_light.config.faults import UserError
-from sd3_light.evaluate.judge import PREPROCESSOR, load_judge
+from sd3_light.evaluate.feature_model import PREPROCESSOR, load_feature_model
 from tests.judge_folders import write_clip, write_vision
 
 CPU = torch.device("cpu")
@@ -17,7 +17,7 @@ PIXELS = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), np.uint8)
 
 
 def test_a_clip_folder_compares_images_and_texts(tmp_path: Path) -> None:
-    judge = load_judge(write_clip(tmp_path), CPU)
+    judge = load_feature_model(write_clip(tmp_path), CPU)
     assert judge.reads_text
     images, texts = judge.image_features(PIXELS), judge.text_features(["a red circle", "一个圆"])
     assert images.shape == (3, 12)
@@ -26,7 +26,7 @@ def test_a_clip_folder_compares_images_and_texts(tmp_path: Path) -> None:
 
 
 def test_a_vision_folder_gives_its_pooled_output(tmp_path: Path) -> None:
-    judge = load_judge(write_vision(tmp_path), CPU)
+    judge = load_feature_model(write_vision(tmp_path), CPU)
     assert not judge.reads_text
     pixels = torch.from_numpy(PIXELS).permute(0, 3, 1, 2) / 127.5 - 1
     with torch.no_grad():
@@ -38,19 +38,19 @@ def test_the_side_is_that_of_the_crop(tmp_path: Path) -> None:
     settings = json.loads((write_vision(tmp_path) / PREPROCESSOR).read_text())
     settings |= {"size": {"shortest_edge": 40}, "crop_size": {"height": 24, "width": 24}, "do_center_crop": True}
     (tmp_path / PREPROCESSOR).write_text(json.dumps(settings))
-    assert load_judge(tmp_path, CPU).side == 24
+    assert load_feature_model(tmp_path, CPU).side == 24
     (tmp_path / PREPROCESSOR).write_text(json.dumps({**settings, "do_center_crop": False}))
-    assert load_judge(tmp_path, CPU).side == 40
+    assert load_feature_model(tmp_path, CPU).side == 40
 
 
 def test_a_folder_without_a_judge_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has no judge and no preprocessor_config.json; give a folder of `sd3-light"):
-        load_judge(tmp_path, CPU)
+        load_feature_model(tmp_path, CPU)
 
 
 def test_the_folder_of_the_parts_stage_has_its_judge_inside(tmp_path: Path) -> None:
     write_clip(tmp_path / "judge")
-    assert load_judge(tmp_path, CPU).reads_text
+    assert load_feature_model(tmp_path, CPU).reads_text
 
 
 def test_weights_other_than_safetensors_are_refused(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_weights_other_than_safetensors_are_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     torch.save({}, tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"cannot be loaded: .*safetensors") as raised:
-        load_judge(tmp_path, CPU)
+        load_feature_model(tmp_path, CPU)
     assert "\n" not in str(raised.value)
 
 
@@ -69,7 +69,7 @@ def test_code_in_a_folder_is_not_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     with pytest.raises(UserError, match="cannot be loaded"):
-        load_judge(tmp_path, CPU)
+        load_feature_model(tmp_path, CPU)
     assert not (tmp_path / "ran").exists()
 
 
@@ -79,4 +79,4 @@ def test_a_text_model_is_refused(tmp_path: Path) -> None:
     BertModel(BertConfig(vocab_size=10, **sizes)).save_pretrained(tmp_path / "text")
     (tmp_path / "text" / PREPROCESSOR).write_text(settings)
     with pytest.raises(UserError, match="is a BertModel, without features of images"):
-        load_judge(tmp_path / "text", CPU)
+        load_feature_model(tmp_path / "text", CPU)

@@ -1,4 +1,4 @@
-"""Build one unit of work: copy what old shards have, decode and encode the rest, and write its files."""
+"""Build one shard: copy what old shards have, decode and encode the rest, and write its files."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sd3_light.cache.copies import Copies
-from sd3_light.cache.recipe import stored_columns
+from sd3_light.cache.identity import stored_columns
 from sd3_light.cache.reuse import PIXELS, ValueCounts, distinct_texts
 from sd3_light.config import ModelConfig
 from sd3_light.config.base import DataLocation
@@ -22,7 +22,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.core.columns import IMAGE, MASK, OPTIONAL, REFERENCE, TEACHER, Column, entry_of, mask_factor
 from sd3_light.core.encoding import Encoders, PairEncoders, Tokens
 from sd3_light.core.registry import family_of
-from sd3_light.data.cache_plan import Member, Text, Unit, decode_task, texts_of
+from sd3_light.data.cache_plan import Member, PlannedShard, Text, decode_task, texts_of
 from sd3_light.data.manifest import damaged_mark, read_entry
 from sd3_light.data.shards import Origin, ShardContent, write_shard
 from sd3_light.files import write_atomically
@@ -32,12 +32,12 @@ from sd3_light.sources.preprocess import Pixels
 from sd3_light.sources.records import reject_line
 
 
-def is_done(shards: Path, unit: Unit) -> bool:
-    """Return whether a unit's shard (or the note that all its samples were rejected) exists and is not damaged."""
-    path = shards / unit.file
+def is_done(shards: Path, shard: PlannedShard) -> bool:
+    """Return whether a shard's shard (or the note that all its samples were rejected) exists and is not damaged."""
+    path = shards / shard.file
     if damaged_mark(path).exists():
         return False
-    return read_entry(shards, unit.file) is not None or path.with_suffix(".none").is_file()
+    return read_entry(shards, shard.file) is not None or path.with_suffix(".none").is_file()
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,14 @@ class TextGroup:
 
 
 @dataclass
-class UnitInProgress:
-    """The copied, decoded and encoded samples of a unit so far. Samples have the numbers of their members.
+class ShardInProgress:
+    """The copied, decoded and encoded samples of a shard so far. Samples have the numbers of their members.
 
     Batches are made of the samples that are not copied, in order. ``tokens`` are those of the `text_groups` of all
     members. ``teacher`` is the column of a teacher's features, None without one.
     """
 
-    unit: Unit
+    shard: PlannedShard
     members: list[Member]
     tokens: Future[list[Tokens]]
     copies: Copies = field(default_factory=Copies)
@@ -103,10 +103,10 @@ class UnitInProgress:
                     pixels.setdefault(entry, []).append(decoded)
         for entry, batch in sorted(pixels.items()):  # the image's own before others
             if self.teacher is not None and entry == TEACHER:
-                features = parts.encode_features(np.stack(batch), self.unit.flip, self.teacher)
+                features = parts.encode_features(np.stack(batch), self.shard.flip, self.teacher)
                 self.images.setdefault(TEACHER, []).append(features)
                 continue
-            for name, values in parts.encode_images(np.stack(batch), self.unit.flip).items():
+            for name, values in parts.encode_images(np.stack(batch), self.shard.flip).items():
                 self.images.setdefault(name if entry == IMAGE else f"{name}.{entry}", []).append(values)
             self.vae_dtypes.add(str(parts.vae_dtype).removeprefix("torch."))
         if self.copies.beside:
@@ -317,10 +317,10 @@ def _values(column: Column, tensors: Mapping[str, Tensor]) -> list[Tensor]:
     return [rows[start:end] for start, end in pairwise(starts)]
 
 
-def write_unit(
-    shards: Path, finished: UnitInProgress, root: DataLocation, model: ModelConfig, fingerprints: Mapping[str, str]
+def write_finished(
+    shards: Path, finished: ShardInProgress, root: DataLocation, model: ModelConfig, fingerprints: Mapping[str, str]
 ) -> None:
-    """Write the shard of a unit whose results are complete, and its rejects.
+    """Write the shard of a shard whose results are complete, and its rejects.
 
     ``root`` is the folder of its source, ``fingerprints`` are those of the columns.
     """
@@ -328,23 +328,23 @@ def write_unit(
         raise UserError(
             f"{root} disappeared while it was being cached; restore it and run again: finished shards are kept"
         )
-    write_rejects(shards, finished.unit, list(finished.rejected.values()))
+    write_rejects(shards, finished.shard, list(finished.rejected.values()))
     if finished.accepted:
-        content = finished.content(stored_columns(model, finished.unit.bucket), fingerprints)
-        write_shard(shards, finished.unit.entry, content, finished.origins(), finished.vae_dtype)
-        (shards / finished.unit.file).with_suffix(".none").unlink(missing_ok=True)
+        content = finished.content(stored_columns(model, finished.shard.bucket), fingerprints)
+        write_shard(shards, finished.shard.entry, content, finished.origins(), finished.vae_dtype)
+        (shards / finished.shard.file).with_suffix(".none").unlink(missing_ok=True)
     else:
-        write_empty_unit(shards, finished.unit)
+        write_empty_note(shards, finished.shard)
 
 
-def unit_teacher(model: ModelConfig, unit: Unit) -> Column | None:
-    """Return the column of a teacher's features in a unit's shard; None without a teacher."""
-    return next((column for column in stored_columns(model, unit.bucket) if column.reads == TEACHER), None)
+def teacher_column(model: ModelConfig, shard: PlannedShard) -> Column | None:
+    """Return the column of a teacher's features in a shard's shard; None without a teacher."""
+    return next((column for column in stored_columns(model, shard.bucket) if column.reads == TEACHER), None)
 
 
-def write_rejects(shards: Path, unit: Unit, rejected: Sequence[Mapping[str, str]]) -> None:
-    """Write the rejects of a unit; without any, remove those of an earlier build."""
-    path = (shards / unit.file).with_suffix(".rejects.jsonl")
+def write_rejects(shards: Path, shard: PlannedShard, rejected: Sequence[Mapping[str, str]]) -> None:
+    """Write the rejects of a shard; without any, remove those of an earlier build."""
+    path = (shards / shard.file).with_suffix(".rejects.jsonl")
     if rejected:
         lines = (json.dumps(line, ensure_ascii=False) + "\n" for line in rejected)
         write_atomically(path, "".join(lines).encode())
@@ -352,10 +352,10 @@ def write_rejects(shards: Path, unit: Unit, rejected: Sequence[Mapping[str, str]
         path.unlink(missing_ok=True)
 
 
-def write_empty_unit(shards: Path, unit: Unit) -> None:
-    """Write the note that all samples of a unit were rejected."""
-    write_atomically((shards / unit.file).with_suffix(".none"), b"")
-    (shards / unit.file).unlink(missing_ok=True)
+def write_empty_note(shards: Path, shard: PlannedShard) -> None:
+    """Write the note that all samples of a shard were rejected."""
+    write_atomically((shards / shard.file).with_suffix(".none"), b"")
+    (shards / shard.file).unlink(missing_ok=True)
 
 
 def empty_content(parts: Encoders, model: ModelConfig) -> ShardContent:
