@@ -371,7 +371,7 @@ class StockFamily(Family):
         return (*images, *references, *(column for column in columns if column.per_caption))
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=32)
 def _counted(family: StockFamily, config: str, prepared: tuple[Column, ...], shape: LatentShape) -> "StockCost":
     """Return the cost of a denoiser; counting takes seconds, and stages ask several times."""
     from sd3_light.families.stock.cost import StockCost
