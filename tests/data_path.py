@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sd3_light.assets import DEMO
 from sd3_light.cache import verb as cache
-from sd3_light.cache.recipe import decides_shards
+from sd3_light.cache.identity import decides_shards
 from sd3_light.config import LoadedConfig, load_config
 from sd3_light.data.cache_plan import make_cache_plan
 from sd3_light.data.loader import PipelineDataLoader
@@ -156,7 +156,7 @@ def prepare(part: str, loaded: LoadedConfig) -> None:
         if part == "look":
             catalogue.probe_images(listings, train.caching_num_workers, lambda _: None)
         if part == "plan":
-            make_cache_plan(catalogue, listings, decides_shards(cache.make_recipe(train.model)), train.sd3_shard_size)
+            make_cache_plan(catalogue, listings, decides_shards(cache.make_identity(train.model)), train.sd3_shard_size)
 
 
 def read(loaded: LoadedConfig) -> None:

@@ -1,9 +1,9 @@
-"""Where units are encoded: the interface, and its implementation by the encoders of this process."""
+"""Encode shards with the encoders of this process, which are loaded when they are needed and freed at the end."""
 
 import gc
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
 from sd3_light.cache.copies import OldShards
 from sd3_light.cache.shard_builder import BuildJob, Built, ShardBuilder
@@ -11,50 +11,23 @@ from sd3_light.config import TrainConfig
 from sd3_light.config.base import DataLocation
 from sd3_light.core.encoding import Encoders
 from sd3_light.core.registry import family_of
-from sd3_light.data.cache_plan import Unit
+from sd3_light.data.cache_plan import PlannedShard
 from sd3_light.engines import Launch
 from sd3_light.runlog import Bar
 from sd3_light.sources.decode import (
     CRASHED_DECODE,
     Decoded,
     DecodeTask,
-    Probe,
-    SampleLocation,
     decode_images,
 )
-from sd3_light.sources.workers import BatchPool, WorkerPool
+from sd3_light.sources.workers import WorkerPool
 
-_Params = ParamSpec("_Params")
+if TYPE_CHECKING:  # Ray is optional
+    from sd3_light.cache.ray_builder import RayBuilder
+
 _Result = TypeVar("_Result")
-
-
-class Builder(Protocol):
-    """Encodes units. The encoders are loaded when something has to be encoded, and freed at the end."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *_: Any) -> None: ...
-
-    @property
-    def device_type(self) -> str:
-        """The kind of device that encodes: cuda or cpu."""
-
-    def probe_pool(self, roots: Sequence[DataLocation]) -> BatchPool[SampleLocation, Probe] | None:
-        """Return the pool that probes new images of sources with these folders; None: processes of this machine."""
-
-    def decode_pool(self, roots: Sequence[DataLocation]) -> AbstractContextManager[BatchPool[DecodeTask, Decoded]]:
-        """Return a pool that decodes a few images of sources with these folders."""
-
-    def build(self, job: BuildJob, units: Sequence[Unit], bar: Bar) -> Built:
-        """Build units. Return what this command built."""
-
-    def call(
-        self,
-        function: Callable[Concatenate[Encoders, _Params], _Result],
-        *args: _Params.args,
-        **kwargs: _Params.kwargs,
-    ) -> _Result:
-        """Return the result of a function of the encoders, which must be complete when it returns."""
+Builder: TypeAlias = "LocalBuilder | RayBuilder"
+"""What encodes shards."""
 
 
 class LocalBuilder:
@@ -96,18 +69,13 @@ class LocalBuilder:
         """Decode with one process of this machine, or in this one if it has no worker processes."""
         return WorkerPool(min(1, self._train.caching_num_workers), decode_images, CRASHED_DECODE)
 
-    def build(self, job: BuildJob, units: Sequence[Unit], bar: Bar) -> Built:
-        """Build the units together with other processes. Return what this process built."""
+    def build(self, job: BuildJob, planned: Sequence[PlannedShard], bar: Bar) -> Built:
+        """Build the shards together with other processes. Return what this process built."""
         old = OldShards(job.place.location, self._train.stream_cache_dir, int(self._train.stream_cache_gb * 1e9))
         builder = ShardBuilder(job, self.encoders, old, bar, self._train)
-        builder.build(units, (self._launch.rank, self._launch.world_size))
+        builder.build(planned, (self._launch.rank, self._launch.world_size))
         return builder.built
 
-    def call(
-        self,
-        function: Callable[Concatenate[Encoders, _Params], _Result],
-        *args: _Params.args,
-        **kwargs: _Params.kwargs,
-    ) -> _Result:
-        """Call a function with the encoders of this process."""
-        return function(self.encoders, *args, **kwargs)
+    def call(self, function: Callable[..., _Result], *args: Any) -> _Result:
+        """Return the result of a function of the encoders, which must be complete when it returns."""
+        return function(self.encoders, *args)

@@ -12,7 +12,7 @@ depend on the number of builders, nor on what they have built when another one s
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from sd3_light.cache.sorted_array import SortedArray
 from sd3_light.core.columns import IMAGE, MASK, OPTIONAL, REFERENCE, Column, beside_captions, entry_of, stored_entry
-from sd3_light.data.cache_plan import CachePlan, Member, Text, Unit, reuse_name, texts_of
+from sd3_light.data.cache_plan import CachePlan, Member, PlannedShard, Text, reuse_name, texts_of
 from sd3_light.data.manifest import Manifest, ShardEntry, damaged_mark
 from sd3_light.data.shard_table import ShardTable
 from sd3_light.data.shards import REFERENCES, stored_names
@@ -44,7 +44,6 @@ _CAPTIONS = "captions"
 _FINGERPRINT = 16  # bytes
 _RECORD = np.dtype(f"S{_FINGERPRINT + 8}")
 _MANY_SHARDS = 500  # to compare fewer takes seconds
-_CHUNK = 1 << 14  # records that are compared or written at a time
 
 
 @dataclass(frozen=True)
@@ -95,8 +94,8 @@ class CopiedColumns:
 
 
 @dataclass(frozen=True)
-class UnitCopies:
-    """What a unit copies: for each entry the places by the numbers of samples, and those of captions by their text.
+class ShardCopies:
+    """What a shard copies: for each entry the places by the numbers of samples, and those of captions by their text.
 
     The shards of places are numbered as in ``shards``.
     """
@@ -109,7 +108,7 @@ class UnitCopies:
 
 @dataclass(frozen=True)
 class Update:
-    """A build on an old manifest: ``units`` are to be built in the folder ``shards``, and ``columns`` can be copied.
+    """A build on an old manifest: ``shards`` are to be built in the folder ``shards``, and ``columns`` can be copied.
 
     ``entries`` are those that samples may have.
 
@@ -117,7 +116,7 @@ class Update:
     """
 
     plan: CachePlan
-    units: Sequence[Unit]
+    planned: Sequence[PlannedShard]
     old: Manifest
     digest: str
     columns: CopiedColumns
@@ -131,7 +130,7 @@ class Update:
 
     def sources(self) -> list[ShardEntry]:
         """Return the old shards to copy from: complete ones that this update does not replace under their name."""
-        replaced = {unit.file for unit in self.units}
+        replaced = {shard.file for shard in self.planned}
         entries = ShardTable.of(self.old.shards) if self.old.shards else ()
         return [entry for entry in entries if entry.file not in replaced and self._exists(entry)]
 
@@ -156,8 +155,8 @@ class ReuseIndex:
         table = path.with_suffix(".arrow")
         self._shards = ShardTable.read(table) if table.is_file() else ()
 
-    def copies(self, members: Sequence[Member]) -> UnitCopies:
-        """Return what the unit with these samples copies."""
+    def copies(self, members: Sequence[Member]) -> ShardCopies:
+        """Return what the shard with these samples copies."""
         texts = list(distinct_texts(members, self.columns.beside))
         fingerprints = [member.fingerprints for member in members]
         entries = {
@@ -171,7 +170,7 @@ class ReuseIndex:
         def renumbered(found: Mapping[int, Place]) -> dict[int, Place]:
             return {at: (numbers[number], row) for at, (number, row) in found.items()}
 
-        return UnitCopies(
+        return ShardCopies(
             tuple(self._shards[number] for number in numbers),
             {entry: renumbered(found) for entry, found in entries.items()},
             {texts[at]: place for at, place in renumbered(captions).items()},
@@ -225,41 +224,35 @@ def undecoded_lines(shards: Path) -> Iterator[Mapping[str, Any]]:
         yield from (line for line in lines if isinstance(line, dict))
 
 
-def _known_rejects(shards: Path) -> set[str]:
-    """Return the hashes of what earlier builds could not decode and this one cannot either."""
-    lines = (line for line in undecoded_lines(shards) if line.get("reason") not in TRANSIENT)
-    return {str(line[PIXELS]) for line in lines if PIXELS in line}
-
-
 def _write(update: Update, fetch_tables: Callable[[Iterable[str]], None]) -> None:
     columns = update.columns
-    with ExitStack() as stack:
-        names = (*update.entries, _CAPTIONS)
-        wanted = {name: stack.enter_context(SortedArray(f"S{_FINGERPRINT}")) for name in names}
-        _add_wanted(update, wanted)
-        copied = {*map(stored_entry, columns.entries), *([_CAPTIONS] if columns.captions else [])}
-        cells = stack.enter_context(SortedArray(_RECORD))
-        searched = {name: array for name, array in wanted.items() if name in copied and len(array.values)}
-        used = list(_add_cells(update, searched, cells, fetch_tables))
-        images = {entry: wanted[entry] for entry in update.entries if entry != MASK}
-        totals = [sum(len(array.values) for array in images.values()), len(wanted[_CAPTIONS].values)]
-        whole = [array for entry, array in images.items() if entry not in map(stored_entry, columns.encoded_entries)]
-        found = [sum(_count_found(array, cells) for array in whole), 0]
-        if not columns.encoded:  # else every caption lacks some value
-            found[1] = _count_found(wanted[_CAPTIONS], cells)
-        counts = ValueCounts(totals[0] - found[0], found[0], totals[1] - found[1], found[1])
-        _save(update.path, columns, counts, used, cells.values)
+    names = (*update.entries, _CAPTIONS)
+    wanted = {name: SortedArray(f"S{_FINGERPRINT}") for name in names}
+    _add_wanted(update, wanted)
+    copied = {*map(stored_entry, columns.entries), *([_CAPTIONS] if columns.captions else [])}
+    cells = SortedArray(_RECORD)
+    searched = {name: array for name, array in wanted.items() if name in copied and len(array.values)}
+    used = list(_add_cells(update, searched, cells, fetch_tables))
+    images = {entry: wanted[entry] for entry in update.entries if entry != MASK}
+    totals = [sum(len(array.values) for array in images.values()), len(wanted[_CAPTIONS].values)]
+    whole = [array for entry, array in images.items() if entry not in map(stored_entry, columns.encoded_entries)]
+    found = [sum(_count_found(array, cells) for array in whole), 0]
+    if not columns.encoded:  # else every caption lacks some value
+        found[1] = _count_found(wanted[_CAPTIONS], cells)
+    counts = ValueCounts(totals[0] - found[0], found[0], totals[1] - found[1], found[1])
+    _save(update.path, columns, counts, used, cells.values)
 
 
 def _add_wanted(update: Update, wanted: Mapping[str, SortedArray]) -> None:
-    """Add the fingerprints of what the units consist of, without samples that are known to be rejected."""
-    with ExitStack() as stack:
-        rejects = _known_rejects(update.shards)
-        bar = None
-        if len(update.units) > _MANY_SHARDS:
-            bar = stack.enter_context(progress("comparing with the old shards", len(update.units), "shards"))
-        for unit in update.units:
-            members = update.plan.members(unit)
+    """Add the fingerprints of what the shards consist of, without samples that are known to be rejected."""
+    # what earlier builds could not decode, this one cannot either
+    lines = (line for line in undecoded_lines(update.shards) if line.get("reason") not in TRANSIENT)
+    rejects = {str(line[PIXELS]) for line in lines if PIXELS in line}
+    total = len(update.planned)
+    shown = progress("comparing with the old shards", total, "shards") if total > _MANY_SHARDS else nullcontext()
+    with shown as bar:
+        for shard in update.planned:
+            members = update.plan.members(shard)
             if rejects:
                 members = [member for member in members if member.pixels_fingerprint not in rejects]
             fingerprints = [member.fingerprints for member in members]
@@ -345,21 +338,14 @@ def _wanted_records(fingerprints: NDArray[np.bytes_], wanted: SortedArray, numbe
 
 def _count_found(wanted: SortedArray, cells: SortedArray) -> int:
     """Return how many of the wanted fingerprints have a record."""
-    matches = 0
-    known = cells.values
-    for start in range(0, len(wanted.values) if len(known) else 0, _CHUNK):
-        records = wanted.values[start : start + _CHUNK].astype(_RECORD)
-        index = np.searchsorted(known, records).clip(max=len(known) - 1)
-        matches += int((known[index].astype(f"S{_FINGERPRINT}") == records.astype(f"S{_FINGERPRINT}")).sum())
-    return matches
+    return int(np.isin(wanted.values, cells.values.astype(f"S{_FINGERPRINT}")).sum())
 
 
 def _save(
     path: Path, columns: CopiedColumns, counts: ValueCounts, used: Sequence[ShardEntry], cells: NDArray[np.bytes_]
 ) -> None:
     with atomic_file(path.with_suffix(".cells")) as temporary, open(temporary, "wb") as file:
-        for start in range(0, len(cells), _CHUNK):
-            np.asarray(cells[start : start + _CHUNK]).tofile(file)
+        cells.tofile(file)
     path.with_suffix(".arrow").unlink(missing_ok=True)
     if used:
         with atomic_file(path.with_suffix(".arrow")) as temporary:

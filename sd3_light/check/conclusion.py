@@ -10,7 +10,7 @@ from sd3_light.config import EmaConfig, TrainConfig
 from sd3_light.config.cross_checks import config_warnings
 from sd3_light.core.caption_lengths import cut_prompts, short_captions
 from sd3_light.core.registry import family_of
-from sd3_light.cost.amount import Amount, format_bytes
+from sd3_light.cost.amount import format_bytes
 from sd3_light.cost.disk_space import (
     CACHE_REMEDY,
     DOES_NOT_FIT,
@@ -171,14 +171,16 @@ def _averages(ema: EmaConfig, steps: int) -> Iterator[Line]:
 
 
 def _warnings(train: TrainConfig, estimate: RunEstimate) -> Iterator[Line]:
-    unguided = family_of(train.model).no_guidance(estimate.start)
+    family = family_of(train.model)
+    unguided = family.no_guidance(estimate.start)
     yield from (("warning", warning) for warning in config_warnings(train, estimate.total_steps, unguided))
     if other := other_shift(with_base_values(train.model)):
         yield "shift", other
     if sentence := unlearnt_steps(train):
         yield "warning", sentence
     yield from (("warning", leak.sentence()) for leak in estimate.leaks)
-    yield from (("prompt", f"warning: {line}") for line in _cut_prompts(train))
+    limits = family.encoding.model_limits(train.model)
+    yield from (("prompt", f"warning: {line}") for line in cut_prompts(prompts_to_encode(train), limits))
     side = max((min(row.resolution) for row in estimate.data.rows), default=0)
     if not train.model.continues_weights and (sentence := short_captions(estimate.data.captions, side)):
         yield "captions", f"warning: {sentence}"
@@ -187,10 +189,6 @@ def _warnings(train: TrainConfig, estimate: RunEstimate) -> Iterator[Line]:
             yield f"captions {data.name}", sentence
         if sentence := data.extremes.sentence():
             yield f"images {data.name}", sentence
-
-
-def _cut_prompts(train: TrainConfig) -> list[str]:
-    return cut_prompts(prompts_to_encode(train), family_of(train.model).encoding.model_limits(train.model))
 
 
 # --- disk ---------------------------------------------------------------------------------------
@@ -265,10 +263,10 @@ def _export(train: TrainConfig, estimate: RunEstimate) -> str:
     setup = estimate.setup
     subject = "all weights and their proof" if setup.adapter is None else "the adapter and its proof"
     seconds = f"about {duration(export_seconds(setup))} on {MEASURED_CORES} cores"
-    return f"{subject} take {seconds}, and {format_bytes(export_memory(train, estimate).value)} of host memory"
+    return f"{subject} take {seconds}, and {format_bytes(export_memory(train, estimate))} of host memory"
 
 
-def export_memory(train: TrainConfig, estimate: RunEstimate) -> Amount:
+def export_memory(train: TrainConfig, estimate: RunEstimate) -> int:
     """Return the host memory that an export and its proof add to a process."""
     return export_host(estimate.setup, DTYPE_BYTES[train.save_dtype])
 

@@ -106,7 +106,7 @@ class Checkpoint:
         """Copy into the pieces' live memory, on their device and in their dtype; replicas are filled too."""
         for piece in pieces:
             self._require(piece.name)
-            if self.shapes[piece.name] != tuple(piece.shape):
+            if self.shapes[piece.name] != piece.shape:
                 raise UserError(
                     f"checkpoint {self.path} has {piece.name} of shape {list(self.shapes[piece.name])}, this run has "
                     f"{list(piece.shape)}; it belongs to another model: restore [model] or resume from another"

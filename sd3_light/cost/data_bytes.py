@@ -37,12 +37,9 @@ def _bytes_of(columns: Sequence[Column]) -> Amount:
     return Amount(sum(column.nbytes for column in columns), " + ".join(terms))
 
 
-def sample_bytes(columns: Sequence[Column], captions: int = 1, variants: int = 1, mask: bool = False) -> Amount:
+def sample_bytes(columns: Sequence[Column], mask: bool = False) -> int:
     """Return the cache bytes of one sample, without its fingerprint in the Arrow file (a few hundred bytes)."""
-    image = image_bytes(columns, variants, mask)
-    caption = caption_bytes(columns)
-    value = image.value + captions * caption.value
-    return Amount(value, f"{image.formula} + {captions} caption{'s' if captions != 1 else ''}·{caption.formula}")
+    return image_bytes(columns, mask=mask).value + caption_bytes(columns).value
 
 
 def latent_bytes(prepared: Sequence[Column], batch: int, mask: bool = False) -> int:
@@ -66,9 +63,10 @@ def at_most(prepared: Sequence[Column]) -> str:
     return "at most " if any(column.ragged for column in prepared) else ""
 
 
-def open_shard_bytes(shard_size: int, captions: float = 1.0) -> int:
-    """Return the bytes that an open shard holds in memory: ids, and the offsets of captions and tokens."""
-    return round(8 * (2 * shard_size + 4 * shard_size * captions))
+def open_shard_bytes(shard_size: int) -> int:
+    """Return the bytes that an open shard holds in memory: ids, and the offsets of captions and tokens,
+    of one caption per image."""
+    return 8 * 6 * shard_size
 
 
 def resident_index_bytes(samples: int, captions: int) -> int:

@@ -11,12 +11,10 @@ from sd3_light.config.faults import UserError
 
 
 class DevicePeak(NamedTuple):
-    """Words that a GPU's name contains, its TFLOP/s per dtype (None without such a unit), and GiB of its versions."""
+    """Words that a GPU's name contains, its TFLOP/s (None without a unit for bfloat16), and GiB of its versions."""
 
     words: str
     bfloat16: float | None
-    float16: float
-    tf32: float | None
     float32: float
     gib: tuple[int, ...]
 
@@ -24,38 +22,38 @@ class DevicePeak(NamedTuple):
 # If several lines match a name, the one with most words wins.
 # fmt: off
 _PEAKS = (
-    #          words in the name   bf16     fp16     tf32     fp32   GiB
-    DevicePeak("b200",            2250.0,  2250.0,  1125.0,  75.0,  (180,)),
-    DevicePeak("gb200",           2500.0,  2500.0,  1250.0,  80.0,  (186,)),
-    DevicePeak("h200",            989.4,   989.4,   494.7,   67.0,  (141,)),
-    DevicePeak("h200 nvl",        835.5,   835.5,   417.5,   60.0,  (141,)),
-    DevicePeak("gh200",           989.4,   989.4,   494.7,   67.0,  (96, 144)),
-    DevicePeak("h100",            989.4,   989.4,   494.7,   67.0,  (80,)),
-    DevicePeak("h100 pcie",       756.0,   756.0,   378.0,   51.0,  (80,)),
-    DevicePeak("h100 nvl",        835.5,   835.5,   417.5,   60.0,  (94,)),
-    DevicePeak("h800",            989.4,   989.4,   494.7,   67.0,  (80,)),
-    DevicePeak("h800 pcie",       756.0,   756.0,   378.0,   51.0,  (80,)),
-    DevicePeak("h20",             148.0,   148.0,   74.0,    44.0,  (96,)),
-    DevicePeak("a100",            312.0,   312.0,   156.0,   19.5,  (40, 80)),
-    DevicePeak("a800",            312.0,   312.0,   156.0,   19.5,  (40, 80)),
-    DevicePeak("l40s",            362.0,   362.0,   183.0,   91.6,  (48,)),
-    DevicePeak("l40",             181.0,   181.0,   90.5,    90.5,  (48,)),
-    DevicePeak("l4",              121.0,   121.0,   60.0,    30.3,  (24,)),
-    DevicePeak("a10",             125.0,   125.0,   62.5,    31.2,  (24,)),
-    DevicePeak("a10g",            70.0,    70.0,    35.0,    31.2,  (24,)),
-    DevicePeak("a6000",           154.8,   154.8,   77.4,    38.7,  (48,)),
-    DevicePeak("6000 ada",        364.2,   364.2,   182.1,   91.1,  (48,)),
-    DevicePeak("3060",            25.5,    25.5,    12.7,    12.7,  (12,)),
-    DevicePeak("4070",            58.3,    58.3,    29.1,    29.1,  (12,)),
-    DevicePeak("4080",            97.5,    97.5,    48.7,    48.7,  (16,)),
-    DevicePeak("5070",            61.7,    61.7,    30.9,    30.9,  (12,)),
-    DevicePeak("5080",            112.6,   112.6,   56.3,    56.3,  (16,)),
-    DevicePeak("3090",            71.0,    71.0,    35.6,    35.6,  (24,)),
-    DevicePeak("4090",            165.2,   165.2,   82.6,    82.6,  (24,)),
-    DevicePeak("5090",            209.5,   209.5,   104.8,   104.8, (32,)),
-    DevicePeak("v100",            None,    125.0,   None,    15.7,  (16, 32)),
-    DevicePeak("v100 pcie",       None,    112.0,   None,    14.0,  (16, 32)),
-    DevicePeak("mi300x",          1307.4,  1307.4,  653.7,   163.4, (192,)),
+    #          words in the name   bf16     fp32   GiB
+    DevicePeak("b200",            2250.0,  75.0,  (180,)),
+    DevicePeak("gb200",           2500.0,  80.0,  (186,)),
+    DevicePeak("h200",            989.4,   67.0,  (141,)),
+    DevicePeak("h200 nvl",        835.5,   60.0,  (141,)),
+    DevicePeak("gh200",           989.4,   67.0,  (96, 144)),
+    DevicePeak("h100",            989.4,   67.0,  (80,)),
+    DevicePeak("h100 pcie",       756.0,   51.0,  (80,)),
+    DevicePeak("h100 nvl",        835.5,   60.0,  (94,)),
+    DevicePeak("h800",            989.4,   67.0,  (80,)),
+    DevicePeak("h800 pcie",       756.0,   51.0,  (80,)),
+    DevicePeak("h20",             148.0,   44.0,  (96,)),
+    DevicePeak("a100",            312.0,   19.5,  (40, 80)),
+    DevicePeak("a800",            312.0,   19.5,  (40, 80)),
+    DevicePeak("l40s",            362.0,   91.6,  (48,)),
+    DevicePeak("l40",             181.0,   90.5,  (48,)),
+    DevicePeak("l4",              121.0,   30.3,  (24,)),
+    DevicePeak("a10",             125.0,   31.2,  (24,)),
+    DevicePeak("a10g",            70.0,    31.2,  (24,)),
+    DevicePeak("a6000",           154.8,   38.7,  (48,)),
+    DevicePeak("6000 ada",        364.2,   91.1,  (48,)),
+    DevicePeak("3060",            25.5,    12.7,  (12,)),
+    DevicePeak("4070",            58.3,    29.1,  (12,)),
+    DevicePeak("4080",            97.5,    48.7,  (16,)),
+    DevicePeak("5070",            61.7,    30.9,  (12,)),
+    DevicePeak("5080",            112.6,   56.3,  (16,)),
+    DevicePeak("3090",            71.0,    35.6,  (24,)),
+    DevicePeak("4090",            165.2,   82.6,  (24,)),
+    DevicePeak("5090",            209.5,   104.8, (32,)),
+    DevicePeak("v100",            None,    15.7,  (16, 32)),
+    DevicePeak("v100 pcie",       None,    14.0,  (16, 32)),
+    DevicePeak("mi300x",          1307.4,  163.4, (192,)),
 )
 # fmt: on
 _NEAR = 0.1
@@ -67,9 +65,9 @@ _OTHER_CHIPS = frozenset({"laptop", "ti", "d", "super", "mobile", "mig"})
 def peak_flops(device_name: str, dtype: str) -> float | None:
     """Return the peak dense FLOP/s of a GPU; None if the GPU is unknown or has no unit for the dtype.
 
-    ``device_name`` comes from `torch.cuda.get_device_name`; ``dtype`` is bfloat16, float16, tf32 or float32.
+    ``device_name`` comes from `torch.cuda.get_device_name`; ``dtype`` is bfloat16 or float32.
     """
-    assert dtype in ("bfloat16", "float16", "tf32", "float32"), dtype
+    assert dtype in ("bfloat16", "float32"), dtype
     words = set(re.split(r"[^a-z0-9]+", device_name.lower()))
     if words & _OTHER_CHIPS:
         return None
@@ -89,7 +87,7 @@ def kinds_with_memory(total_bytes: int) -> list[DevicePeak]:
 
 def require_known_gpu(name: str) -> None:
     """Raise a UserError that lists the known GPUs unless ``name`` is one of them."""
-    if peak_flops(name, "float16") is None:
+    if peak_flops(name, "float32") is None:
         known = ", ".join(peak.words.upper() for peak in _PEAKS)
         raise UserError(
             f"--gpu {name}: unknown kind of GPU; the known ones are {known}; --gpu-memory GIB alone checks the memory"

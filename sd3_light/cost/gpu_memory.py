@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from sd3_light.config.base import recomputed_blocks
-from sd3_light.config.optimizers import OPTIMIZERS, PART_ELEMENTS
+from sd3_light.config.optimizers import OPTIMIZERS, SLICE_ELEMENTS
 from sd3_light.cost.amount import GIB, Amount, format_bytes
 from sd3_light.cost.training_setup import TrainingSetup
 
@@ -225,7 +225,7 @@ def _bytes_by_moment(setup: TrainingSetup) -> dict[str, Mapping[str, int]]:
             name: saved,
             "one block": recomputed,
             "released gradients": setup.weight_bytes * setup.block_parameters if setup.release else 0,
-            "optimizer work": _unit_work(setup) if setup.release else 0,
+            "optimizer work": _update_work(setup) if setup.release else 0,
             "copies of weights": block_copies if setup.recomputes_all else all_copies,
             "accumulated gradients": accumulated,
             "sent and received": exchanged,
@@ -312,7 +312,7 @@ def _weight_copies(setup: TrainingSetup) -> tuple[int, int]:
 def _optimizer_step(setup: TrainingSetup) -> dict[str, int]:
     """Return the terms of the optimizer step: gradients and working memory. Fused AdamW works in place."""
     gradients = _all_gradients(setup)
-    work = _unit_work(setup)
+    work = _update_work(setup)
     if setup.uses_ddp:
         work = 4 * setup.trained_parameters  # after its first step DDP allocates new buckets beside the old ones
     elif setup.zero_stage == 0:  # flattened for the all-reduce
@@ -327,13 +327,13 @@ def _optimizer_step(setup: TrainingSetup) -> dict[str, int]:
     return {"gradients": gradients, "optimizer work": work}
 
 
-def _unit_work(setup: TrainingSetup) -> int:
+def _update_work(setup: TrainingSetup) -> int:
     """Return the working memory of an update in one process.
 
     Weights in bfloat16 and their gradients become float32, unless the optimizer updates them part by part.
     """
     record = OPTIMIZERS[setup.optimizer]
     work = record.step_bytes * setup.cost.width**2
-    if record.part_bytes:
-        return work + record.part_bytes * min(PART_ELEMENTS, setup.trained_parameters)
-    return work + (8 * setup.unit_parameters if setup.weight_bytes == 2 else 0)
+    if record.slice_bytes:
+        return work + record.slice_bytes * min(SLICE_ELEMENTS, setup.trained_parameters)
+    return work + (8 * setup.chunk_parameters if setup.weight_bytes == 2 else 0)

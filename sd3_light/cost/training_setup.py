@@ -6,7 +6,7 @@ from typing import Literal
 
 from sd3_light.config import AdapterConfig
 from sd3_light.config.base import Checkpointing
-from sd3_light.config.optimizers import OPTIMIZERS, UNIT_ELEMENTS
+from sd3_light.config.optimizers import CHUNK_ELEMENTS, OPTIMIZERS
 from sd3_light.core.cost import BlockKind, Compute, Cost, SampleBytes, Tokens
 from sd3_light.cost.partition import stage_bounds
 
@@ -200,9 +200,9 @@ class TrainingSetup:
         return (parameters - quantized) * width + kept + quantized * self.base_bits / 8 + scales
 
     @property
-    def unit_parameters(self) -> int:
+    def chunk_parameters(self) -> int:
         """Parameters that are updated together, if not all of them are."""
-        return min(self.trained_parameters, max(UNIT_ELEMENTS, 9 * self.cost.width**2))  # the largest matrix, of SD3.5
+        return min(self.trained_parameters, max(CHUNK_ELEMENTS, 9 * self.cost.width**2))  # the largest matrix, of SD3.5
 
     @property
     def block_parameters(self) -> int:

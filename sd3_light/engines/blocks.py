@@ -5,8 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from sd3_light.config import TrainConfig
-from sd3_light.config.faults import UserError
+from sd3_light.config import TrainConfig, UserError
 from sd3_light.core.compiling import why_not_compiled
 from sd3_light.core.cost import BlockKind, Cost, Layout
 from sd3_light.core.registry import family_of

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from sd3_light.config import DatasetConfig, LoadedConfig, TrainConfig, batch_size_for
-from sd3_light.config.faults import UserError
+from sd3_light.config import DatasetConfig, LoadedConfig, TrainConfig, UserError, batch_size_for
 from sd3_light.config.schema_objective import ObjectiveConfig
 from sd3_light.core.batch import Batch
 from sd3_light.core.cost import Cost
@@ -184,15 +183,10 @@ def _divide_work(
     return IndexPreparer(inputs), lambda batch: add_noise(inputs.gather(batch))
 
 
-def placeholder_batch(samples: int) -> Batch:
-    """Return a micro-batch without data, for pipeline stages that need only its size."""
-    return Batch(samples)
-
-
-def placeholder_steps(order: Order, world_size: int, micro: int, first: int) -> StepStream:
+def placeholder_steps(samples_in: Callable[[int], int], world_size: int, micro: int, first: int) -> StepStream:
     """Yield the micro-batches of endless steps without data, for a process that reads none; see `training_steps`."""
     for step in count(first):
-        yield [placeholder_batch(order.batch_size(step) // world_size // micro)] * micro
+        yield [Batch(samples_in(step) // world_size // micro)] * micro
 
 
 def flops_counter(

@@ -1,6 +1,6 @@
 """Trained weights of blocks in host memory and their optimizer state, as an engine updates, saves and loads them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from sd3_light.engines.protocol import norms
 from sd3_light.model.block_swap import BlockSwap
 from sd3_light.optim.build import Optimizer
-from sd3_light.optim.units import Named, OptimizerUnit
+from sd3_light.optim.chunks import Named, Tensors, WeightChunk
 
 
 def by_block(named: Named, blocks: Sequence[nn.Module]) -> list[Named]:
@@ -20,7 +20,7 @@ def by_block(named: Named, blocks: Sequence[nn.Module]) -> list[Named]:
     return [dict(members) for _, members in runs]
 
 
-class HostedBlocks(Mapping[str, Tensor]):
+class HostedBlocks(Tensors):
     """The live weights of a run by name. Those of swapped blocks are in host memory, complete when they are looked up.
 
     ``resident`` are all weights on the device, also those whose memory is only a buffer. Moves the optimizer state of
@@ -58,15 +58,15 @@ class HostedBlocks(Mapping[str, Tensor]):
         """Complete weights and optimizer state in host memory."""
         self._swap.settle()
 
-    def step(self, optimizer: Optimizer, skip: Tensor, unit: OptimizerUnit) -> None:
-        """Take the step of a unit, whose weights are all of one block or of none that is swapped."""
-        block = self._blocks.get(next(iter(unit.weights)))
+    def step(self, optimizer: Optimizer, skip: Tensor, chunk: WeightChunk) -> None:
+        """Take the step of a chunk, whose weights are all of one block or of none that is swapped."""
+        block = self._blocks.get(next(iter(chunk.weights)))
         if block is not None:
             self._swap.update(block)
-        optimizer.step(skip, unit)
+        optimizer.step(skip, chunk)
         if block is not None:
-            weights = [weight.detach() for weight in unit.weights.values()]
-            self._norms |= dict(zip(unit.weights, norms(weights), strict=True))
+            weights = [weight.detach() for weight in chunk.weights.values()]
+            self._norms |= dict(zip(chunk.weights, norms(weights), strict=True))
 
     def norm(self, device: torch.device) -> Tensor:
         """Return the norm over all weights, on the device; those in host memory were measured in their last update."""

@@ -88,7 +88,7 @@ class ProcessGroups:
 def start_process_group(
     launch: Launch, device: torch.device, timeout_sec: float, all_write: bool = False
 ) -> ProcessGroups:
-    """Join the other processes and return the groups; called after the cache stage, which uses none (law 9).
+    """Join the other processes and return the groups; called after the cache is built, which uses none (law 9).
 
     Raises a `UserError` if the processes do not connect within ``timeout_sec``. With ``all_write`` every process writes
     its own state to checkpoints; otherwise the processes of the first machine share the writing of replicated state.

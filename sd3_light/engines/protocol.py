@@ -13,6 +13,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.core.batch import Batch
 from sd3_light.flow.objective import NUM_BANDS
 from sd3_light.optim.build import Optimizer
+from sd3_light.optim.chunks import Tensors
 
 if TYPE_CHECKING:
     from sd3_light.engines.networks import Networks
@@ -71,32 +72,23 @@ class HostCopy:
         return self._host.tolist()
 
 
-class StepResult:
-    """A step's numbers, copied from the device asynchronously: only `read` waits for them."""
+class StepResult(HostCopy):
+    """A step's numbers; ``seconds_since`` counts from the end of an earlier step."""
 
     def __init__(self, names: Sequence[str], numbers: Tensor) -> None:
+        super().__init__(numbers)
         self.names = tuple(names)
         self.first = numbers[0]
         """The first loss, on the device."""
-        self._copy = HostCopy(numbers)
 
     @staticmethod
-    def pack(losses: Mapping[str, Tensor], bands: Tensor) -> Tensor:
+    def pack(losses: Tensors, bands: Tensor) -> Tensor:
         """Pack losses and bands into one vector, so that ranks sum them in one collective."""
         return torch.cat([torch.stack([loss.detach().float() for loss in losses.values()]), bands.flatten()])
 
-    @property
-    def ready(self) -> bool:
-        """Whether `read` would return without waiting."""
-        return self._copy.ready
-
-    def seconds_since(self, earlier: "StepResult") -> float | None:
-        """Return the device's seconds from the end of an earlier step; None on a CPU. Both must have arrived."""
-        return self._copy.seconds_since(earlier._copy)
-
     def read(self) -> StepNumbers:
         """Return the numbers, waiting for the device if necessary."""
-        *values, grad_norm, taken = self._copy.read()
+        *values, grad_norm, taken = super().read()
         count = len(self.names)
         bands = values[count : count + NUM_BANDS]
         counts = values[count + NUM_BANDS :]
@@ -144,7 +136,7 @@ class Engine(Protocol):
     writers: int
     sequential_micro_batches: bool
     optimizer: Optimizer
-    weights: Mapping[str, Tensor]
+    weights: Tensors
     shapes: Mapping[str, tuple[int, ...]]
     networks: "Networks | None" = None
 
@@ -177,10 +169,10 @@ class Engine(Protocol):
         if self.networks is not None:
             yield from self.networks.weights()
 
-    def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[TensorPiece]:
+    def like_weights(self, kind: str, held: Tensors) -> Iterator[TensorPiece]:
         """Yield the pieces of tensors laid out like the weights, such as their averages; they may be of some only."""
 
-    def gather(self, held: Mapping[str, Tensor], to_host: ToHost = to_host) -> dict[str, Tensor] | None:
+    def gather(self, held: Tensors, to_host: ToHost = to_host) -> dict[str, Tensor] | None:
         """Return tensors laid out like the weights, gathered in rank 0's host memory; None on other ranks.
 
         ``to_host(name, tensor)`` makes the copy of each. All ranks must call it.

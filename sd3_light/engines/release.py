@@ -8,28 +8,28 @@ from torch import Tensor, nn
 
 from sd3_light.engines.protocol import require_gradients, sum_of_squares
 from sd3_light.optim.build import Optimizer
-from sd3_light.optim.units import OptimizerUnit
+from sd3_light.optim.chunks import WeightChunk
 
 
 class GradientRelease:
-    """Takes the step of each unit of an optimizer's weights as soon as the last of their gradients is known.
+    """Takes the step of each chunk of an optimizer's weights as soon as the last of their gradients is known.
 
-    After a loss that is not finite no weight changes. After a gradient that is not finite no further unit changes;
+    After a loss that is not finite no weight changes. After a gradient that is not finite no further chunk changes;
     those whose gradients were known before have taken their step. ``step`` replaces the optimizer's.
     """
 
-    def __init__(self, optimizer: Optimizer, step: Callable[[Tensor, OptimizerUnit], None] | None = None) -> None:
+    def __init__(self, optimizer: Optimizer, step: Callable[[Tensor, WeightChunk], None] | None = None) -> None:
         self._optimizer = optimizer
         self._step = step or optimizer.step
         self._missing: list[set[str]] = []
         self._squares = torch.zeros(())
-        for number, unit in enumerate(optimizer.units):
-            for name, weight in unit.weights.items():
+        for number, chunk in enumerate(optimizer.chunks):
+            for name, weight in chunk.weights.items():
                 weight.register_post_accumulate_grad_hook(partial(self._arrived, number, name))
 
     def begin(self, loss: Tensor) -> None:
         """Start the backward pass of a loss."""
-        self._missing = [set(unit.weights) for unit in self._optimizer.units]
+        self._missing = [set(chunk.weights) for chunk in self._optimizer.chunks]
         self._squares = 0 * loss.detach()  # 0, or NaN to skip all updates
 
     def _arrived(self, number: int, name: str, weight: nn.Parameter) -> None:
@@ -38,12 +38,12 @@ class GradientRelease:
             self._update(number)
 
     def _update(self, number: int) -> None:
-        unit = self._optimizer.units[number]
-        gradients = [weight.grad for weight in unit.weights.values() if weight.grad is not None]
+        chunk = self._optimizer.chunks[number]
+        gradients = [weight.grad for weight in chunk.weights.values() if weight.grad is not None]
         self._squares = self._squares + sum_of_squares(gradients)
         gradients.clear()
-        self._step((~torch.isfinite(self._squares)).float(), unit)
-        for weight in unit.weights.values():
+        self._step((~torch.isfinite(self._squares)).float(), chunk)
+        for weight in chunk.weights.values():
             weight.grad = None
 
     def finish(self) -> Tensor:

@@ -33,8 +33,8 @@ from sd3_light.flow.objective import NUM_BANDS, sum_by_band
 from sd3_light.launch import Launch
 from sd3_light.model.block_swap import trained_blocks
 from sd3_light.optim.build import make_optimizer
+from sd3_light.optim.chunks import Named
 from sd3_light.optim.draws import StepDraws
-from sd3_light.optim.units import Named
 
 
 class TorchEngine(Engine):

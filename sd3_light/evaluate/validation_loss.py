@@ -10,7 +10,7 @@ from sd3_light.data.shard_table import column
 from sd3_light.data.sides import Side
 from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.engines import Engine, Launch
-from sd3_light.engines.feed import loader_options, open_cache, placeholder_batch
+from sd3_light.engines.feed import loader_options, open_cache
 from sd3_light.evaluate.validation import EvalPreparer, QuantileBatches, eval_points, validate
 
 
@@ -63,7 +63,7 @@ class Evaluator:
         share = self.launch.data_launch(self.stages)
         if not self.launch.reads_data(self.stages):
             sizes = (order.batch_size(step) // share.world_size for step in range(order.steps_per_epoch))
-            return [placeholder_batch(size) for size in sizes for _ in self.points]
+            return [Batch(size) for size in sizes for _ in self.points]
         batches = MicroBatches(data, order, share.rank, share.world_size, 1)
         items = QuantileBatches(batches, order.steps_per_epoch, self.points)
         preparer = EvalPreparer(self.preparer)

@@ -35,21 +35,12 @@ class FeatureAlignment(Objective):
 
     reads = (TEACHER,)
 
-    def __init__(
-        self,
-        width: int,
-        features: int,
-        block: int,
-        *,
-        projector: Literal["conv", "mlp"] = "conv",
-        weight: float = 0.5,
-        until: float = 1.0,
-    ) -> None:
+    def __init__(self, width: int, features: int, block: int, table: AlignmentTerm) -> None:
         self.block = block
-        self.until = until
+        self.until = table.until
         self.taps = (block,)
-        self.weights = {"alignment": weight}
-        self.heads = {_HEAD: make_projector(projector, width, features)}
+        self.weights = {"alignment": table.weight}
+        self.heads = {_HEAD: make_projector(table.projector, width, features)}
 
     @property
     def draws(self) -> bool:
@@ -101,14 +92,11 @@ class SelfAlignment(FeatureAlignment):
         width: int,
         block: int,
         teacher_block: int,
-        *,
+        table: AlignmentTerm,
         patch: int = 2,
         seed: int = 0,
-        projector: Literal["conv", "mlp"] = "conv",
-        weight: float = 0.5,
-        until: float = 1.0,
     ) -> None:
-        super().__init__(width, width, block, projector=projector, weight=weight, until=until)
+        super().__init__(width, width, block, table)
         self.teacher_block = teacher_block
         self.patch = patch
         self.seed = seed
@@ -142,24 +130,8 @@ class Alignment:
         block, teacher_block = table.blocks(cost.num_blocks)
         if table.teacher == "cache":
             assert config.model.teacher_path is not None, "checked with the config"
-            return FeatureAlignment(
-                cost.width,
-                teacher_width(config.model.teacher_path),
-                block,
-                projector=table.projector,
-                weight=table.weight,
-                until=table.until,
-            )
-        return SelfAlignment(
-            cost.width,
-            block,
-            teacher_block,
-            patch=family.patch,
-            seed=config.seed,
-            projector=table.projector,
-            weight=table.weight,
-            until=table.until,
-        )
+            return FeatureAlignment(cost.width, teacher_width(config.model.teacher_path), block, table)
+        return SelfAlignment(cost.width, block, teacher_block, table, family.patch, config.seed)
 
 
 def make_projector(kind: Literal["conv", "mlp"], width: int, features: int) -> nn.Module:

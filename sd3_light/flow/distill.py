@@ -5,7 +5,9 @@ calls too: from one time of the sampler to the next the student goes straight to
 guided steps.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ def stock_guide(negative: Tensor, positive: Tensor, scale: Any) -> Tensor:
     return guided
 
 
+@dataclass(eq=False)
 class GuidanceDistillation(Objective):
     """The error of the velocity towards the teacher's guided one.
 
@@ -39,24 +42,14 @@ class GuidanceDistillation(Objective):
     """
 
     reads = ("words",)
+    weights = MappingProxyType({"distill": 1.0})
 
-    def __init__(
-        self,
-        guidance: float = 4.0,
-        most_guidance: float | None = None,
-        *,
-        teacher: Teacher = "start",
-        guide: Guide = stock_guide,
-        is_guided: Callable[[float], bool] = lambda scale: scale > 1,
-        seed: int = 0,
-    ) -> None:
-        self.guidance = guidance
-        self.most_guidance = most_guidance
-        self.teacher = teacher
-        self.guide = guide
-        self.is_guided = is_guided
-        self.seed = seed
-        self.weights: Mapping[str, float] = {"distill": 1.0}
+    guidance: float = 4.0
+    most_guidance: float | None = None
+    teacher: Teacher = "start"
+    guide: Guide = stock_guide
+    is_guided: Callable[[float], bool] = lambda scale: scale > 1
+    seed: int = 0
 
     def draw(self, model: Observes, batch: Batch) -> Batch:
         """Add the teacher's guided velocity, and the scale of each sample."""

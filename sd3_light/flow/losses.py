@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sd3_light.config import ModelConfig, TrainConfig
+from sd3_light.config import ModelConfig, TrainConfig, UserError
 from sd3_light.config.base import require_value
 from sd3_light.config.cross_checks import TIME_KEYS, timestep_faults
-from sd3_light.config.faults import UserError
 from sd3_light.flow.diffsynth_loss import pipe_flow_loss
 from sd3_light.flow.objective import flow_loss, inside_and_outside, interpolate, velocity
 from sd3_light.flow.timesteps import times_from_quantiles

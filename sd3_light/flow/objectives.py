@@ -3,7 +3,7 @@
 To add one, write its table in `config/schema_objective.py`, its class here and its curve's title in `runlog/log.py`.
 """
 
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from sd3_light.config import TrainConfig
 from sd3_light.config.schema_blocks import BlockPair, LayerSyncConfig
-from sd3_light.config.schema_objective import DistillTerm, DpoTerm, FlowTerm, TextReconTerm
+from sd3_light.config.schema_objective import AlignmentTerm, DistillTerm, DpoTerm, FlowTerm, TextReconTerm
 from sd3_light.core.batch import Batch
 from sd3_light.core.objective import Objective, Objectives, Observes, Prediction, Predicts, Teacher
 from sd3_light.core.registry import family_of
@@ -27,11 +27,6 @@ class FlowMatching(Objective):
     def __init__(self, pseudo_huber_c: float | None = None, weight: float = 1.0) -> None:
         self.pseudo_huber_c = pseudo_huber_c
         self.weights = {"flow": weight}
-
-    @classmethod
-    def of(cls, table: FlowTerm, num_blocks: int, config: TrainConfig) -> Self:
-        """Return the term of a table."""
-        return cls(table.pseudo_huber_c, table.weight)
 
     def losses(self, out: Prediction, batch: Batch) -> dict[str, Tensor]:
         """See `Objective.losses`."""
@@ -52,11 +47,6 @@ class Preference(Objective):
         self.beta = beta
         self.teacher = teacher
         self.weights = {"dpo": weight}
-
-    @classmethod
-    def of(cls, table: DpoTerm, num_blocks: int, config: TrainConfig) -> Self:
-        """Return the term of a table."""
-        return cls(table.beta, table.teacher, table.weight)
 
     def draw(self, model: Observes, batch: Batch) -> Batch:
         """Add how much worse the teacher is at the preferred image."""
@@ -87,36 +77,11 @@ def _error(out: Prediction, batch: Batch) -> Tensor:
     return flow_loss(out.velocity, batch["target"], batch.get("mask"))
 
 
-class Distillation:
-    """The term of [objective.distill]: guidance alone, or guidance and fewer calls."""
-
-    @staticmethod
-    def of(table: DistillTerm, num_blocks: int, config: TrainConfig) -> GuidanceDistillation:
-        """Return the term of a table."""
-        sampling = family_of(config.model).sampling
-        options: dict[str, Any] = {
-            "guidance": table.guidance,
-            "most_guidance": table.most_guidance,
-            "teacher": table.teacher,
-            "guide": sampling.guide,
-            "is_guided": sampling.is_guided,
-            "seed": config.seed,
-        }
-        if table.steps is None:
-            return GuidanceDistillation(**options)
-        return StepDistillation(sampler_times(config.model, table.steps), table.teacher_steps, **options)
-
-
 class TextReconstruction(Objective):
     """The distance of the last text tokens from earlier ones, for denoisers that keep both."""
 
     def __init__(self, gamma: float) -> None:
         self.weights = {"text_recon": gamma}
-
-    @classmethod
-    def of(cls, table: TextReconTerm, num_blocks: int, config: TrainConfig) -> Self:
-        """Return the term of a table."""
-        return cls(table.weight)
 
     def losses(self, out: Prediction, batch: Batch) -> dict[str, Tensor]:
         """See `Objective.losses`."""
@@ -131,11 +96,6 @@ class LayerSync(Objective):
         self.weights = {"layer_sync": weight}
         self.taps = () if pair is None else tuple(pair)
 
-    @classmethod
-    def of(cls, table: LayerSyncConfig, num_blocks: int, config: TrainConfig) -> Self:
-        """Return the term of a table."""
-        return cls(table.weight, table.pair(num_blocks) if num_blocks else None)
-
     def losses(self, out: Prediction, batch: Batch) -> dict[str, Tensor]:
         """See `Objective.losses`."""
         if not self.taps:
@@ -144,16 +104,38 @@ class LayerSync(Objective):
         return {"layer_sync": alignment_loss(out.features[early], out.features[late])}
 
 
-TERMS: dict[str, Any] = {
-    "flow": FlowMatching,
-    "dpo": Preference,
-    "distill": Distillation,
-    "text_recon": TextReconstruction,
-    "layer_sync": LayerSync,
-    "alignment": Alignment,
-    "reward": Rewarded,
-}
-"""A term in [objective], or `reward` for [reward] -> its class, which ``of(table, num_blocks, config)`` creates."""
+def configured_term(table: Any, config: TrainConfig, num_blocks: int) -> Objective:
+    """Return the term of a table in [objective], or of [reward]."""
+    match table:
+        case FlowTerm():
+            return FlowMatching(table.pseudo_huber_c, table.weight)
+        case DpoTerm():
+            return Preference(table.beta, table.teacher, table.weight)
+        case DistillTerm():
+            return _distillation(table, config)
+        case TextReconTerm():
+            return TextReconstruction(table.weight)
+        case LayerSyncConfig():
+            return LayerSync(table.weight, table.pair(num_blocks) if num_blocks else None)
+        case AlignmentTerm():
+            return Alignment.of(table, num_blocks, config)
+    return Rewarded(table.beta, table.kl, table.teacher)
+
+
+def _distillation(table: DistillTerm, config: TrainConfig) -> GuidanceDistillation:
+    """Return the term for guidance alone, or for guidance and fewer calls."""
+    sampling = family_of(config.model).sampling
+    options: dict[str, Any] = {
+        "guidance": table.guidance,
+        "most_guidance": table.most_guidance,
+        "teacher": table.teacher,
+        "guide": sampling.guide,
+        "is_guided": sampling.is_guided,
+        "seed": config.seed,
+    }
+    if table.steps is None:
+        return GuidanceDistillation(**options)
+    return StepDistillation(sampler_times(config.model, table.steps), table.teacher_steps, **options)
 
 
 def configured_objective(config: TrainConfig, num_blocks: int = 0) -> Objectives:
@@ -163,4 +145,4 @@ def configured_objective(config: TrainConfig, num_blocks: int = 0) -> Objectives
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        return Objectives([TERMS[name].of(table, num_blocks, config) for name, table in config.terms.tables().items()])
+        return Objectives([configured_term(table, config, num_blocks) for table in config.terms.tables().values()])

@@ -1,13 +1,10 @@
 """Training towards a score: the loss of DiffusionNFT (arXiv 2509.16117), and rewards relative to a prompt's images."""
 
 from collections.abc import Callable, Mapping
-from typing import Self
 
 import torch
 from torch import Tensor
 
-from sd3_light.config import TrainConfig
-from sd3_light.config.schema_reward import RewardConfig
 from sd3_light.core.batch import Batch
 from sd3_light.core.objective import Objective, Observes, Prediction, Predicts, Teacher
 from sd3_light.flow.objective import flow_loss
@@ -33,11 +30,6 @@ class Rewarded(Objective):
         self.weights = {"reward": 1.0, "kl": kl} if kl > 0 else {"reward": 1.0}
         self._draw: DrawBatch | None = None
         self._state: Mapping[str, Tensor] = {}
-
-    @classmethod
-    def of(cls, table: RewardConfig, num_blocks: int, config: TrainConfig) -> Self:
-        """Return the objective of a table."""
-        return cls(table.beta, table.kl, table.teacher)
 
     def attach(self, draw: DrawBatch, state: Mapping[str, Tensor]) -> None:
         """Draw with this function, which keeps its images in ``state``."""

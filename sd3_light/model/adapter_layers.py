@@ -16,8 +16,7 @@ from peft.tuners.lycoris_utils import LycorisLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from sd3_light.config import AdapterConfig
-from sd3_light.config.faults import UserError
+from sd3_light.config import AdapterConfig, UserError
 from sd3_light.model.lora_layers import ADAPTER, LoraModule, is_lora_name, lora_scale, target_layers
 from sd3_light.randomness import stream
 

@@ -8,8 +8,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from math import isqrt
 
-from sd3_light.config import AdapterConfig, ModelSize
-from sd3_light.config.faults import UserError
+from sd3_light.config import AdapterConfig, ModelSize, UserError
 from sd3_light.config.sizes import Shape, layer_index
 
 

@@ -131,7 +131,7 @@ def mismatches(model: nn.Module, state: Mapping[str, Tensor] | StoredWeights) ->
     for name, tensor in model.state_dict().items():
         if name not in state:
             yield f"{name} is missing"
-        elif tuple(state[name].shape) != tuple(tensor.shape):
+        elif tuple(state[name].shape) != tensor.shape:
             yield f"{name} has shape {list(state[name].shape)}, not {list(tensor.shape)}"
 
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from sd3_light.config import ModelConfig
-from sd3_light.config.faults import UserError
+from sd3_light.config import ModelConfig, UserError
 from sd3_light.config.schema_objective import LARGEST_WIDTH
 from sd3_light.core.columns import TEACHER, Bucket, Column
 from sd3_light.core.family import Family

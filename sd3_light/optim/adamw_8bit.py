@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from sd3_light.config.optimizers import PART_ELEMENTS
+from sd3_light.config.optimizers import SLICE_ELEMENTS
 from sd3_light.optim.draws import draw_rounding, round_with
 from sd3_light.runlog import info
 
@@ -34,7 +34,7 @@ _TORCH_SHARE = 8
 
 
 @dataclass(frozen=True)
-class Part:
+class WeightSlice:
     """Flat elements of a weight and all that updates them; the first one begins a block.
 
     ``draws`` (in [0, 1), one per element of the blocks) round the second moment, ``rounding`` a weight in bfloat16.
@@ -62,7 +62,7 @@ class Rates:
     skip: Tensor
 
 
-Advance = Callable[[Part, Rates], None]
+Advance = Callable[[WeightSlice, Rates], None]
 """See `advance`."""
 
 
@@ -115,7 +115,7 @@ class AdamW8bit(torch.optim.Optimizer):
         generator = self._generator_of("second moment", weight)
         rounding = self._generator_of("rounding", weight) if weight.dtype == torch.bfloat16 else None
         function = checked_kernel(weight.device) if weight.is_cuda else None
-        most = PART_ELEMENTS if function is not None else PART_ELEMENTS // _TORCH_SHARE
+        most = SLICE_ELEMENTS if function is not None else SLICE_ELEMENTS // _TORCH_SHARE
         values = weight.view(-1)
         gradient = weight.grad.reshape(-1)  # type: ignore[union-attr]
         first = state["exp_avg"].view(-1)
@@ -124,7 +124,7 @@ class AdamW8bit(torch.optim.Optimizer):
             end = min(start + most, len(values))
             at = slice(start, end)
             rows = slice(start // BLOCK, -(-end // BLOCK))
-            part = Part(
+            piece = WeightSlice(
                 values[at],
                 gradient[at],
                 first[at],
@@ -134,30 +134,30 @@ class AdamW8bit(torch.optim.Optimizer):
                 torch.rand((rows.stop - rows.start, BLOCK), generator=generator, device=weight.device),
                 None if rounding is None else draw_rounding(values[at], rounding),
             )
-            (function or advance)(part, rates)
+            (function or advance)(piece, rates)
 
 
-def advance(part: Part, rates: Rates) -> None:
-    """Advance the moments of a part by its gradient, and take AdamW's step."""
+def advance(piece: WeightSlice, rates: Rates) -> None:
+    """Advance the moments of a slice by its gradient, and take AdamW's step."""
     skip = rates.skip.bool()
-    gradient = _blocks(part.gradient.float())
-    first = expand(_blocks(part.first), part.first_scale)
-    second = expand(_blocks(part.second), part.second_scale)
+    gradient = _blocks(piece.gradient.float())
+    first = expand(_blocks(piece.first), piece.first_scale)
+    second = expand(_blocks(piece.second), piece.second_scale)
     first.lerp_(gradient, 1 - rates.betas[0])
     second.lerp_(gradient.square(), 1 - rates.betas[1])
     moments = (
-        (part.first, part.first_scale, compress(first, torch.int8)),
-        (part.second, part.second_scale, compress(second, torch.uint8, part.draws)),
+        (piece.first, piece.first_scale, compress(first, torch.int8)),
+        (piece.second, piece.second_scale, compress(second, torch.uint8, piece.draws)),
     )
     for codes, scales, (new_codes, new_scales) in moments:
         codes.copy_(torch.where(skip, codes, new_codes.view(-1)[: len(codes)]))
         scales.copy_(torch.where(skip, scales, new_scales))
     size = second.div_(rates.corrections[1]).sqrt_().add_(rates.eps)
     update = first.div_(rates.corrections[0]).div_(size)
-    decayed = part.values.float() * (1 - rates.lr * rates.weight_decay)
+    decayed = piece.values.float() * (1 - rates.lr * rates.weight_decay)
     changed = decayed.add_(update.view(-1)[: len(decayed)], alpha=-rates.lr)
-    rounded = changed if part.rounding is None else round_with(changed, part.rounding)
-    part.values.copy_(torch.where(skip, part.values, rounded))
+    rounded = changed if piece.rounding is None else round_with(changed, piece.rounding)
+    piece.values.copy_(torch.where(skip, piece.values, rounded))
 
 
 @cache
@@ -182,12 +182,12 @@ def checked_kernel(device: torch.device) -> Advance | None:
 
 
 def _is_equal(kernel: Advance, device: torch.device) -> bool:
-    """Return whether a kernel advances parts as `advance` does, except for the last bits."""
+    """Return whether a kernel advances slices as `advance` does, except for the last bits."""
     corrections = torch.tensor([0.1, 0.01], device=device)
     rates = Rates(1e-2, 0.1, (0.9, 0.99), 1e-8, corrections, torch.zeros((), device=device))
     for dtype in (torch.float32, torch.bfloat16):
-        actual = _sample_part(dtype, device)
-        expected = _sample_part(dtype, device)
+        actual = _sample_slice(dtype, device)
+        expected = _sample_slice(dtype, device)
         kernel(actual, rates)
         advance(expected, rates)
         distance = 1e-4 if dtype == torch.float32 else 2**-7  # between neighbours
@@ -195,19 +195,19 @@ def _is_equal(kernel: Advance, device: torch.device) -> bool:
             return False
         for name in ("first", "second"):
             codes = (getattr(actual, name).int() - getattr(expected, name).int()).abs()
-            scales = [getattr(part, f"{name}_scale") for part in (actual, expected)]
+            scales = [getattr(piece, f"{name}_scale") for piece in (actual, expected)]
             if codes.max() > 1 or codes.float().mean() > 0.01 or not torch.allclose(scales[0], scales[1], rtol=1e-4):
                 return False
     return True
 
 
-def _sample_part(dtype: torch.dtype, device: torch.device) -> Part:
-    """Return a part of several blocks, the last one not full."""
+def _sample_slice(dtype: torch.dtype, device: torch.device) -> WeightSlice:
+    """Return a slice of several blocks, the last one not full."""
     generator = torch.Generator().manual_seed(0)
     count = 5 * BLOCK + 40
     blocks = -(-count // BLOCK)
     gradient = torch.randn(count, generator=generator) * torch.logspace(-4, 0, count)
-    part = Part(
+    piece = WeightSlice(
         torch.randn(count, generator=generator).to(dtype),
         gradient.to(dtype),
         torch.randint(-127, 128, (count,), generator=generator, dtype=torch.int8),
@@ -217,8 +217,8 @@ def _sample_part(dtype: torch.dtype, device: torch.device) -> Part:
         torch.rand(blocks, BLOCK, generator=generator),
         torch.randint(0, 1 << 16, (count,), generator=generator, dtype=torch.int32),
     )
-    tensors = {name: value.to(device) for name, value in vars(part).items()}
-    return Part(**tensors if dtype == torch.bfloat16 else {**tensors, "rounding": None})
+    tensors = {name: value.to(device) for name, value in vars(piece).items()}
+    return WeightSlice(**tensors if dtype == torch.bfloat16 else {**tensors, "rounding": None})
 
 
 def compress(values: Tensor, dtype: torch.dtype, draws: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from sd3_light.optim.adamw_8bit import BLOCK, Part, Rates
+from sd3_light.optim.adamw_8bit import BLOCK, Rates, WeightSlice
 
 _ROWS = 4  # blocks of a program
 
@@ -53,14 +53,14 @@ def _advance(values, gradients, firsts, first_scales, seconds, second_scales, dr
     tl.store(values + at, value, mask=written)
 
 
-def advance(part: Part, rates: Rates) -> None:
+def advance(piece: WeightSlice, rates: Rates) -> None:
     """Do what `adamw_8bit.advance` does."""
-    is_rounded = part.rounding is not None
-    grid = (triton.cdiv(len(part.values), BLOCK * _ROWS),)
+    is_rounded = piece.rounding is not None
+    grid = (triton.cdiv(len(piece.values), BLOCK * _ROWS),)
     _advance[grid](
-        part.values, part.gradient, part.first, part.first_scale, part.second, part.second_scale,
-        part.draws, part.rounding if is_rounded else part.draws, rates.corrections, rates.skip,
-        len(part.values), rates.lr, 1 - rates.lr * rates.weight_decay,
+        piece.values, piece.gradient, piece.first, piece.first_scale, piece.second, piece.second_scale,
+        piece.draws, piece.rounding if is_rounded else piece.draws, rates.corrections, rates.skip,
+        len(piece.values), rates.lr, 1 - rates.lr * rates.weight_decay,
         1 - rates.betas[0], 1 - rates.betas[1], rates.eps,
         IS_ROUNDED=is_rounded, BLOCK=BLOCK, ROWS=_ROWS,
     )  # fmt: skip

@@ -23,45 +23,45 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from sd3_light.config import OptimizerConfig
-from sd3_light.config.faults import UserError
+from sd3_light.config import OptimizerConfig, UserError
 from sd3_light.config.optimizers import OPTIMIZERS
 from sd3_light.optim.adamw_8bit import AdamW8bit, create_8bit_state, has_8bit_moments
 from sd3_light.optim.batched_muon import PARTS, BatchedMuon
+from sd3_light.optim.chunks import Named, TorchOptimizer, WeightChunk, split_into_chunks, stand_in
 from sd3_light.optim.customized import CustomizedOptimizer, create_customized_state, make_customized
 from sd3_light.optim.draws import StepDraws
 from sd3_light.optim.groups import WeightKinds
 from sd3_light.optim.sharded_muon import ShardedMuon
-from sd3_light.optim.units import Named, OptimizerPart, OptimizerUnit, split_into_units, stand_in
 from sd3_light.runlog import info
 
 Hold = Callable[[Sequence[tuple[Tensor, Callable[[Tensor], None]]]], Sequence[Tensor]]
 """Moves tensors to host memory and returns them there; each comes with a function that puts another in its place."""
+TorchOptimizers = list[TorchOptimizer]
 _PRODIGY_ESTIMATE = ("d", "d_max", "d_numerator", "k")
 
 
 class Optimizer:
     """The interface that engines use. Under FSDP2 weights and their state are DTensors.
 
-    ``units`` are updated one after another: usually there is one of all weights.
+    ``chunks`` are updated one after another: usually there is one of all weights.
     """
 
-    def __init__(self, units: Sequence[OptimizerUnit]) -> None:
-        self.units = units
-        self._parts = [part for unit in units for part in unit.parts]
+    def __init__(self, chunks: Sequence[WeightChunk]) -> None:
+        self.chunks = chunks
+        self._optimizers = [each for chunk in chunks for each in chunk.optimizers]
         members = {
-            id(p): part for part in self._parts for group in part.optimizer.param_groups for p in group["params"]
+            id(p): each for each in self._optimizers for group in each.optimizer.param_groups for p in group["params"]
         }
-        self._owners = {name: (held, members[id(held)]) for unit in units for name, held in unit.held.items()}
+        self._owners = {name: (held, members[id(held)]) for chunk in chunks for name, held in chunk.held.items()}
         self._hosted: dict[str, dict[str, Tensor]] = {}
         self._prepared = False
         self.updates_started = 0
         """Number of updates started, including those of an optimizer that a library drives."""
         self.before_update: Callable[[], None] = lambda: None
         """Called before each update is queued."""
-        for part in self._parts:
-            part.optimizer.register_step_pre_hook(self._count_update)
-        self.skips_on_device = all(part.skips_on_device for part in self._parts)
+        for each in self._optimizers:
+            each.optimizer.register_step_pre_hook(self._count_update)
+        self.skips_on_device = all(each.skips_on_device for each in self._optimizers)
         """Whether the host queues an update without waiting for the gradients."""
 
     def _count_update(self, *_: Any) -> None:
@@ -70,12 +70,12 @@ class Optimizer:
 
     def set_rate(self, lr: float) -> None:
         """Set the learning rate of the next steps, for all weights."""
-        for part in self._parts:
-            for group in part.optimizer.param_groups:
+        for each in self._optimizers:
+            for group in each.optimizer.param_groups:
                 group["lr"] = lr
 
-    def step(self, skip: Tensor | None = None, unit: OptimizerUnit | None = None) -> None:
-        """Take one step, of all units or of one, or change nothing if ``skip`` (a float32 scalar on the device) is 1.0.
+    def step(self, skip: Tensor | None = None, chunk: WeightChunk | None = None) -> None:
+        """Take one step, of all chunks or of one; change nothing if ``skip`` (a float32 scalar on the device) is 1.0.
 
         AdamW and Muon of whole matrices decide this on the device. The others wait for the host to read ``skip``.
         """
@@ -85,26 +85,26 @@ class Optimizer:
             if bool(skip):
                 return
             skip = None
-        for chosen in self.units if unit is None else (unit,):
+        for chosen in self.chunks if chunk is None else (chunk,):
             chosen.step(skip)
 
     @property
     def torch_optimizer(self) -> torch.optim.Optimizer:
         """The only torch optimizer, for a library that drives it itself."""
-        (part,) = self._parts
-        return part.optimizer
+        (each,) = self._optimizers
+        return each.optimizer
 
     def prepare_state(self) -> None:
         """Create missing state as of step 0, so that it can be saved and loaded into; no weight changes."""
-        for parameter, part in self._owners.values():
-            if not part.optimizer.state.get(parameter):
-                part.create_state(part.optimizer, parameter)
+        for parameter, each in self._owners.values():
+            if not each.optimizer.state.get(parameter):
+                each.create_state(each.optimizer, parameter)
         self._prepared = True
 
     def state(self, name: str) -> dict[str, Tensor]:
         """Return KIND -> live tensor of a weight's state; empty before `prepare_state` or the first step."""
-        parameter, part = self._owners[name]
-        state = part.optimizer.state.get(parameter, {})
+        parameter, each = self._owners[name]
+        state = each.optimizer.state.get(parameter, {})
         live = {kind: value for kind, value in state.items() if isinstance(value, Tensor)}
         return live | self._hosted.get(name, {})
 
@@ -113,9 +113,9 @@ class Optimizer:
         places = []
         tensors = []
         for name in names:
-            parameter, part = self._owners[name]
-            part.create_state(part.optimizer, parameter)
-            own = part.optimizer.state[parameter]
+            parameter, each = self._owners[name]
+            each.create_state(each.optimizer, parameter)
+            own = each.optimizer.state[parameter]
             for kind, value in self.state(name).items():
                 if value.device == parameter.device:
                     places.append((name, kind))
@@ -142,18 +142,18 @@ def make_optimizer(
     kinds = WeightKinds(model)
     if isinstance(config, CustomizedOptimizer):
         customized = make_customized(kinds.groups(named, config.weight_decay), config)
-        parts = [OptimizerPart(customized, create_customized_state, skips_on_device=False)]
-        return Optimizer([OptimizerUnit(named, named, parts, draws)])
+        optimizers = [TorchOptimizer(customized, create_customized_state, skips_on_device=False)]
+        return Optimizer([WeightChunk(named, named, optimizers, draws)])
     record = OPTIMIZERS[config.type]
     if record.package is not None and importlib.util.find_spec(record.package) is None:
         raise UserError(f'optimizer.type = "{config.type}" needs {record.package}; run `{record.install}`')
-    units = []
-    for weights in [named] if groups is None else [unit for group in groups for unit in split_into_units(group)]:
+    chunks = []
+    for weights in [named] if groups is None else [chunk for group in groups for chunk in split_into_chunks(group)]:
         held = {name: _held(weight, config) for name, weight in weights.items()}
         for name, weight in weights.items():
             kinds.add_alias(held[name], weight)
-        units.append(OptimizerUnit(weights, held, MAKERS[config.type](held, kinds, config, draws), draws))
-    return Optimizer(units)
+        chunks.append(WeightChunk(weights, held, MAKERS[config.type](held, kinds, config, draws), draws))
+    return Optimizer(chunks)
 
 
 def _held(weight: nn.Parameter, config: OptimizerConfig) -> nn.Parameter:
@@ -161,11 +161,11 @@ def _held(weight: nn.Parameter, config: OptimizerConfig) -> nn.Parameter:
     return weight if config.type == "adamw8bit" and has_8bit_moments(weight) else stand_in(weight)
 
 
-def _make_adamw(named: Named, kinds: WeightKinds, config: OptimizerConfig, draws: StepDraws) -> list[OptimizerPart]:
+def _make_adamw(named: Named, kinds: WeightKinds, config: OptimizerConfig, draws: StepDraws) -> TorchOptimizers:
     """Use the fused kernel on every device: it skips steps without the host and accepts DTensors."""
     groups = kinds.groups(named, config.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-    return [OptimizerPart(optimizer, create_adamw_state, skips_on_device=True)]
+    return [TorchOptimizer(optimizer, create_adamw_state, skips_on_device=True)]
 
 
 @torch.no_grad()
@@ -173,16 +173,16 @@ def create_adamw_state(optimizer: Any, parameter: nn.Parameter) -> None:
     """Create AdamW's state of step 0 for a weight; for engines that hold the torch optimizer themselves."""
     optimizer.state[parameter] = {
         "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-        "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-        "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+        "exp_avg": torch.zeros_like(parameter),
+        "exp_avg_sq": torch.zeros_like(parameter),
     }
 
 
-def _make_muon(named: Named, kinds: WeightKinds, config: OptimizerConfig, draws: StepDraws) -> list[OptimizerPart]:
+def _make_muon(named: Named, kinds: WeightKinds, config: OptimizerConfig, draws: StepDraws) -> TorchOptimizers:
     """Use Muon for the matrices of the blocks, its updates scaled to AdamW's size so that both share one `lr`."""
     matrices = {name: parameter for name, parameter in named.items() if kinds.is_block_matrix(parameter)}
     rest = {name: parameter for name, parameter in named.items() if name not in matrices}
-    parts = _make_adamw(rest, kinds, config, draws) if rest else []
+    optimizers = _make_adamw(rest, kinds, config, draws) if rest else []
     if matrices:
         sharded = any(isinstance(matrix, DTensor) for matrix in matrices.values())
         optimizer = (ShardedMuon if sharded else BatchedMuon)(
@@ -191,10 +191,10 @@ def _make_muon(named: Named, kinds: WeightKinds, config: OptimizerConfig, draws:
             weight_decay=config.weight_decay,
             adjust_lr_fn="match_rms_adamw",
         )
-        parts.append(OptimizerPart(optimizer, _create_muon_state, skips_on_device=not sharded))
+        optimizers.append(TorchOptimizer(optimizer, _create_muon_state, skips_on_device=not sharded))
     else:
         info('optimizer "muon": no matrix of a block trains, so AdamW updates all weights')
-    return parts
+    return optimizers
 
 
 def _muon_groups(matrices: Named, kinds: WeightKinds, split: bool) -> list[dict[str, Any]]:
@@ -207,14 +207,14 @@ def _muon_groups(matrices: Named, kinds: WeightKinds, split: bool) -> list[dict[
 
 @torch.no_grad()
 def _create_muon_state(optimizer: Any, parameter: nn.Parameter) -> None:
-    optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter, memory_format=torch.preserve_format)}
+    optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
 
 
-def _make_adamw8bit(named: Named, kinds: WeightKinds, config: OptimizerConfig, draws: StepDraws) -> list[OptimizerPart]:
+def _make_adamw8bit(named: Named, kinds: WeightKinds, config: OptimizerConfig, draws: StepDraws) -> TorchOptimizers:
     """Use 8 bits for the moments of large weights, float32 for the rest, which are few."""
     large = {name: weight for name, weight in named.items() if has_8bit_moments(weight)}
     rest = {name: weight for name, weight in named.items() if name not in large}
-    parts = _make_adamw(rest, kinds, config, draws) if rest else []
+    optimizers = _make_adamw(rest, kinds, config, draws) if rest else []
     if large:
         names = {id(weight): name for name, weight in large.items()}
 
@@ -223,13 +223,13 @@ def _make_adamw8bit(named: Named, kinds: WeightKinds, config: OptimizerConfig, d
 
         groups = kinds.groups(large, config.weight_decay)
         optimizer = AdamW8bit(groups, generator_of, config.lr, config.betas, config.eps)
-        parts.append(OptimizerPart(optimizer, create_8bit_state, skips_on_device=True))
-    return parts
+        optimizers.append(TorchOptimizer(optimizer, create_8bit_state, skips_on_device=True))
+    return optimizers
 
 
-def _make_adafactor(named: Named, kinds: WeightKinds, config: OptimizerConfig, draws: StepDraws) -> list[OptimizerPart]:
+def _make_adafactor(named: Named, kinds: WeightKinds, config: OptimizerConfig, draws: StepDraws) -> TorchOptimizers:
     optimizer = torch.optim.Adafactor(kinds.groups(named, config.weight_decay), lr=config.lr)
-    return [OptimizerPart(optimizer, _create_adafactor_state, skips_on_device=False)]
+    return [TorchOptimizer(optimizer, _create_adafactor_state, skips_on_device=False)]
 
 
 @torch.no_grad()
@@ -243,7 +243,7 @@ def _create_adafactor_state(optimizer: Any, parameter: nn.Parameter) -> None:
     optimizer.state[parameter] = state
 
 
-def _make_prodigy(named: Named, kinds: WeightKinds, config: OptimizerConfig, draws: StepDraws) -> list[OptimizerPart]:
+def _make_prodigy(named: Named, kinds: WeightKinds, config: OptimizerConfig, draws: StepDraws) -> TorchOptimizers:
     """Use the authors' library, with the settings that they recommend for diffusion."""
     library: Any = importlib.import_module("prodigyopt")
     optimizer = library.Prodigy(
@@ -279,10 +279,10 @@ def _make_prodigy(named: Named, kinds: WeightKinds, config: OptimizerConfig, dra
 
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
-    return [OptimizerPart(optimizer, create_state, skips_on_device=False)]
+    return [TorchOptimizer(optimizer, create_state, skips_on_device=False)]
 
 
-MAKERS: dict[str, Callable[[Named, WeightKinds, OptimizerConfig, StepDraws], list[OptimizerPart]]] = {
+MAKERS: dict[str, Callable[[Named, WeightKinds, OptimizerConfig, StepDraws], TorchOptimizers]] = {
     "adamw": _make_adamw,
     "adamw8bit": _make_adamw8bit,
     "muon": _make_muon,

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sd3_light.config import OptimizerConfig
-from sd3_light.config.faults import UserError
+from sd3_light.config import OptimizerConfig, UserError
 
 
 class CustomizedOptimizer(OptimizerConfig):

@@ -1,6 +1,6 @@
 """Running averages of the weights in float32 (law 4): any number of tracks, with a decay or a power function."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sd3_light.config import EmaConfig
+from sd3_light.optim.chunks import Tensors
 from sd3_light.optim.power_function import decay_at, gamma_from_sigma_rel, ramped_decay
 
 MAIN_TRACK = "ema"
@@ -44,7 +45,7 @@ class Averages:
     skipped: a skipped step leaves the weights unchanged.
     """
 
-    def __init__(self, weights: Mapping[str, Tensor], config: EmaConfig) -> None:
+    def __init__(self, weights: Tensors, config: EmaConfig) -> None:
         self.config = config
         self._names = list(weights)
         self.tracks = _tracks(weights, config) if config.enable else {}
@@ -52,7 +53,7 @@ class Averages:
         self._shadows = {name: [track.shadow[key] for key in self._names] for name, track in self.tracks.items()}
 
     @torch.no_grad()
-    def update(self, weights: Mapping[str, Tensor], step: int) -> None:
+    def update(self, weights: Tensors, step: int) -> None:
         """Update the tracks that are due with the weights after optimizer step ``step`` (the first is 1)."""
         due = [name for name, track in self.tracks.items() if step % track.update_every == 0]
         if not due:
@@ -60,7 +61,7 @@ class Averages:
         for name in due:
             self._advance(name, weights, 1 - self.tracks[name].decay_at(step))
 
-    def _advance(self, track: str, weights: Mapping[str, Tensor], share: float) -> None:
+    def _advance(self, track: str, weights: Tensors, share: float) -> None:
         """Move a track towards the weights; those in bfloat16 one by one, so that they are not all copied at once."""
         shadows = self._shadows[track]
         current = [weights[name].detach() for name in self._names]
@@ -75,7 +76,7 @@ class Averages:
         return {name: track.decay_at(step) for name, track in self.tracks.items()}
 
     @contextmanager
-    def in_place_of(self, track: str, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    def in_place_of(self, track: str, weights: Tensors) -> Iterator[None]:
         """Replace ``weights`` by a track inside the context, and restore them bit for bit afterwards."""
         targets = [weights[name].detach() for name in self._names]
         live = [tensor.clone() for tensor in targets]
@@ -89,7 +90,7 @@ class Averages:
                 torch._foreach_copy_([weights[name].detach() for name in self._names], live)
 
 
-def _tracks(weights: Mapping[str, Tensor], config: EmaConfig) -> dict[str, Track]:
+def _tracks(weights: Tensors, config: EmaConfig) -> dict[str, Track]:
     tracks = {MAIN_TRACK: Track(_copies(weights), config.update_every, decay=config.decay)}
     for table in config.track:
         gamma = None if table.power_width is None else gamma_from_sigma_rel(table.power_width)
@@ -97,5 +98,5 @@ def _tracks(weights: Mapping[str, Tensor], config: EmaConfig) -> dict[str, Track
     return tracks
 
 
-def _copies(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _copies(weights: Tensors) -> dict[str, Tensor]:
     return {name: weight.detach().to(torch.float32, copy=True) for name, weight in weights.items()}

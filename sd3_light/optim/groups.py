@@ -6,12 +6,13 @@ Tables are parameters of a module that also has layers, such as the modulation t
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
 from sd3_light.core.model import block_parents, is_block_list
+from sd3_light.optim.chunks import Named
 
 _MODULATION = re.compile(r"(^|\.)(norm\w*|\w*mod|\w*modulation)\.")
 """Modules inside a block that compute scales, shifts and gates, by their names in diffusers' classes."""
@@ -57,7 +58,7 @@ class WeightKinds:
         """Return how many square matrices a fused modulation has, one above the other; 1 for other matrices."""
         return self._parts.get(id(weight), 1)
 
-    def groups(self, named: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    def groups(self, named: Named, weight_decay: float) -> list[dict[str, Any]]:
         """Return the optimizer groups with and without decay; empty ones are left out."""
         groups: dict[float, list[nn.Parameter]] = {weight_decay: [], 0.0: []}  # one group if there is no decay
         for weight in named.values():

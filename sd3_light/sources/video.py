@@ -20,7 +20,7 @@ from PIL import Image
 from sd3_light.config.faults import UserError
 from sd3_light.config.schema_dataset import MOST_FRAMES
 from sd3_light.files import atomic_file
-from sd3_light.sources.buckets import ResizePlan
+from sd3_light.sources.buckets import Resize
 from sd3_light.sources.preprocess import BROKEN, MAX_PIXELS, Pixels, Reject, decode, fit
 from sd3_light.sources.records import Location, open_location
 
@@ -99,19 +99,19 @@ def _measured(frames: _Frames, most: int) -> VideoSize:
     return VideoSize(*size, number)
 
 
-def decode_video(file: BinaryIO, plan: ResizePlan, count: int, fps: float | None = None) -> Pixels:
+def decode_video(file: BinaryIO, resize: Resize, count: int, fps: float | None = None) -> Pixels:
     """Return the first ``count`` frames at the rate ``fps``, resized and cropped as planned: [frames, H, W, 3].
 
     Raises Reject if the video is broken, or has fewer frames than when it was probed.
     """
-    width, height = plan.size
+    width, height = resize.size
     pixels = np.empty((count, height, width, 3), dtype=np.uint8)
     number = 0
     with closing(_sampled(file, fps)) as frames:
         for frame in islice(frames, count):
             image = frame.image()
             # the size of a stream may change on the way
-            pixels[number] = fit(image if image.size == plan.source else image.resize(plan.source), plan)
+            pixels[number] = fit(image if image.size == resize.source else image.resize(resize.source), resize)
             number += 1
     if number < count:
         raise Reject("changed_meanwhile", f"{number} frames instead of {count}")
@@ -242,7 +242,9 @@ def _av_frames(file: BinaryIO, demuxer: str, packets_only: bool) -> _Frames:
     av = require_av()
     try:
         with av.open(file, format=demuxer, metadata_errors="replace") as container:
-            stream = next((item for item in container.streams.video if not _is_cover(item)), None)
+            stream = next(
+                (item for item in container.streams.video if "attached_pic" not in str(item.disposition)), None
+            )
             if stream is None or stream.codec_context is None:
                 raise Reject("no_video_stream")
             _require_size(stream.codec_context.width, stream.codec_context.height)
@@ -281,10 +283,6 @@ def _duration(part: Any, stream: Any) -> Fraction:
     rate = stream.average_rate
     seconds: Fraction = (part.duration or 0) * part.time_base or (1 / rate if rate else Fraction(1, 1000))
     return seconds
-
-
-def _is_cover(stream: Any) -> bool:
-    return "attached_pic" in str(stream.disposition)
 
 
 def _require_size(width: int, height: int) -> None:

@@ -1,6 +1,6 @@
 """The one driver of training: the loop with its checkpoints, evaluation, sampling, exports and reports.
 
-The train stage and the task launcher both use it. What differs between them is passed in as `RunHooks`.
+The train verb and the task launcher both use it. What differs between them is passed in as `RunHooks`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -36,7 +36,7 @@ _FIRST_SAVE_FAILED = "the first save failed"
 
 @dataclass(frozen=True)
 class RunHooks:
-    """What the train stage and a task do differently. A hook that is None never runs.
+    """What the train verb and a task do differently. A hook that is None never runs.
 
     ``evaluate()`` yields (name, losses) of each evaluation set for the weights in the model: of all averages and the
     raw weights with ``evaluate_all``, otherwise of the weights to save. ``sample(progress, weights)`` draws with the

@@ -7,8 +7,7 @@ from typing import Any
 
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.requests import RunRequests
-from sd3_light.config import EmaConfig
-from sd3_light.config.faults import UserError
+from sd3_light.config import EmaConfig, UserError
 from sd3_light.engines.protocol import Engine, HostCopy, MicroBatch, StepResult, StepStream
 from sd3_light.optim.ema import Averages
 from sd3_light.runlog import LINE_EVERY, Bar, info

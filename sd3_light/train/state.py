@@ -78,8 +78,8 @@ def make_train_state(
     steps = config.length(context.order.steps_per_epoch)
     code = CompiledCode(partial(code_facts, context))
     note = left_code(context, code, steps)
-    judged = steps if note is None else None
-    blocks = choose_blocks(config, context.cost, denoiser, layout, device, context.groups, judged)
+    counted_steps = steps if note is None else None
+    blocks = choose_blocks(config, context.cost, denoiser, layout, device, context.groups, counted_steps)
     module = family.training.model(denoiser, config, blocks.kind == "fast")
     module.steps = steps
     if objective is not None:

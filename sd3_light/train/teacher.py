@@ -7,14 +7,14 @@ runs the stock blocks.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sd3_light.config import TrainConfig
-from sd3_light.config.faults import UserError
+from sd3_light.config import TrainConfig, UserError
 from sd3_light.core.batch import Batch
 from sd3_light.core.model import TrainedModel
 from sd3_light.core.objective import Prediction
@@ -38,7 +38,7 @@ def load_teacher(model: TrainedModel, config: TrainConfig, device: torch.device)
     """
     teacher = model.objective.teacher
     if config.adapter is not None:
-        model.start = start_of_adapter(model)
+        model.start = partial(start_of_adapter, model)
     elif model.objective.keeps_start or teacher == "start":
         model.start = _copy_of_start(model, config, device)
     if teacher == "start":
@@ -99,46 +99,33 @@ def teach_by_average(model: TrainedModel, engine: Engine, averages: Averages) ->
     if MAIN_TRACK not in averages.tracks:
         raise UserError("the objective's teacher is the run's average, and there is none; write ema.enable = true")
 
-    teacher = _Average(model, engine, averages)
-    model.teacher = teacher.teach
-    model.restore = teacher.leave
-
-
-class _Average:
-    """The run's average as a teacher. While a batch is drawn it stays in place of the weights between passes."""
-
-    def __init__(self, model: TrainedModel, engine: Engine, averages: Averages) -> None:
-        self._model = model
-        self._engine = engine
-        self._averages = averages
-        self._swap = ExitStack()
-        self._is_in_place = False
-
-    def teach(self, batch: Batch, taps: Sequence[int]) -> Prediction:
-        """See `TrainedModel.teach`."""
-        if not self._is_in_place:
-            self._swap.enter_context(self._averages.in_place_of(MAIN_TRACK, self._engine.weights))
-            self._is_in_place = True
-        try:
-            return self._model.infer_in_place(batch, taps)
-        finally:
-            if not self._model.is_drawing:
-                self.leave()
-
-    def leave(self) -> None:
-        """Put the weights back."""
-        self._is_in_place = False
-        self._swap.close()
-
-
-def start_of_adapter(model: TrainedModel) -> Callable[[Batch, Sequence[int]], Prediction]:
-    """Return the prediction of the denoiser without its adapter."""
+    swap = ExitStack()
+    is_in_place = False  # it stays in place of the weights between the passes of a batch that is drawn
 
     def teach(batch: Batch, taps: Sequence[int]) -> Prediction:
-        with without_adapter(model.denoiser):
-            return model.infer(batch, taps)
+        nonlocal is_in_place
+        if not is_in_place:
+            swap.enter_context(averages.in_place_of(MAIN_TRACK, engine.weights))
+            is_in_place = True
+        try:
+            return model.infer_in_place(batch, taps)
+        finally:
+            if not model.is_drawing:
+                leave()
 
-    return teach
+    def leave() -> None:
+        nonlocal is_in_place
+        is_in_place = False
+        swap.close()
+
+    model.teacher = teach
+    model.restore = leave
+
+
+def start_of_adapter(model: TrainedModel, batch: Batch, taps: Sequence[int]) -> Prediction:
+    """Return the prediction of the denoiser without its adapter."""
+    with without_adapter(model.denoiser):
+        return model.infer(batch, taps)
 
 
 def _open_folder(model: TrainedModel, config: TrainConfig, folder: Path) -> tuple[nn.Module, StoredWeights]:

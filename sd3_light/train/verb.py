@@ -1,4 +1,4 @@
-"""The training stage: from a cache to checkpoints and exports."""
+"""The training verb: from a cache to checkpoints and exports."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -32,7 +32,7 @@ from sd3_light.export.best import restore_best
 from sd3_light.export.card_facts import SAMPLES
 from sd3_light.optim.schedules import learning_rate
 from sd3_light.runlog import info
-from sd3_light.sample.in_training import Sampler
+from sd3_light.sample.in_training import SampledCache, Sampler
 from sd3_light.sample.loop import Denoise
 from sd3_light.train.context import RunContext, open_context
 from sd3_light.train.driver import Driver, HookSchedule, RunHooks
@@ -51,7 +51,7 @@ from sd3_light.train.resume import (
     rate_settings,
     require_start,
 )
-from sd3_light.train.rollouts import drawn_samples, drawn_steps
+from sd3_light.train.rollouts import drawn_samples
 from sd3_light.train.state import MakeObjective, TrainState, describe_start, make_train_state
 
 __all__ = ["OnSample", "Resume", "order_review", "require_start", "run"]
@@ -118,7 +118,11 @@ def run(
             folder=folder.path,
             hooks=_make_hooks(context, state, sampler, measurer, on_sample, training.requests),
             schedule=_make_schedule(context.config, context.order.steps_per_epoch, training.total_steps),
-            facts=_checkpoint_facts(context),
+            facts={
+                "order": order_facts(context.order),
+                "settings": rate_settings(context.config),
+                "model": context.model_facts.as_dict(),
+            },
             keep_last=context.config.keep_last_n_checkpoints,
             out_of_memory=memory_hint(context.config, layout, has_graphs, context.residence),
             resume_hint="--resume",
@@ -142,15 +146,6 @@ def run(
     elif end.step > progress.step:
         info(f"finished: {total:,} steps, {end.samples:,} samples; the run is in {folder.path}")
     return end
-
-
-def _checkpoint_facts(context: RunContext) -> dict[str, Any]:
-    """Return what a checkpoint says about the run."""
-    return {
-        "order": order_facts(context.order),
-        "settings": rate_settings(context.config),
-        "model": context.model_facts.as_dict(),
-    }
 
 
 def _use_cpu(context: RunContext) -> None:
@@ -183,13 +178,12 @@ def _make_run(context: RunContext, state: TrainState, progress: Progress, window
         advice = IdleAdvice(config.num_dataloader_workers, times)
         watch_updates(engine, gaps)
     requests = RunRequests(folder, config.checkpoint_every_n_minutes, context.groups.control)
-    steps: Callable[[int], StepStream] = partial(placeholder_steps, order, share.world_size, micro)
     samples_in: Callable[[int], int] = order.batch_size
-    if config.reward is not None:
+    if config.reward is not None:  # the objective draws the samples
         size = batch_size_for(config.micro_batch_size_per_gpu, context.bucket.resolution)
-        steps = partial(drawn_steps, size, micro)
         samples_in = partial(drawn_samples, size * micro * share.world_size)
-    elif launch.reads_data(context.stages):
+    steps: Callable[[int], StepStream] = partial(placeholder_steps, samples_in, share.world_size, micro)
+    if config.reward is None and launch.reads_data(context.stages):
         source = TrainingData(config, context.data, order, share, context.resident, context.by_segment)
         steps = training_steps(source, engine, state.preparer, prefetch_to, times, requests.on_lost_worker)
     return Run(
@@ -235,10 +229,11 @@ def _make_sampler(context: RunContext) -> Sampler | None:
     """Return the sampler of the config's prompts; None if there are none."""
     if not context.config.sampling.images:
         return None
-    cache_dir = context.loaded.dataset.cache_dir
-    return Sampler.of_config(
-        context.config, cache_dir, context.data, context.bucket, context.launch, context.device, context.stages
-    )
+    return Sampler.of_config(context.config, _sampled_cache(context), context.launch, context.device, context.stages)
+
+
+def _sampled_cache(context: RunContext) -> SampledCache:
+    return SampledCache(context.loaded.dataset.cache_dir, context.data, context.bucket)
 
 
 def _make_measurer(context: RunContext) -> Measurer | None:
@@ -251,9 +246,7 @@ def _make_measurer(context: RunContext) -> Measurer | None:
     sampler = Sampler.of_requests(
         config,
         caption_requests(table, truths),
-        context.loaded.dataset.cache_dir,
-        context.data,
-        context.bucket,
+        _sampled_cache(context),
         context.launch,
         context.device,
         context.stages,
@@ -269,7 +262,7 @@ def _make_hooks(
     on_sample: OnSample | None,
     requests: RunRequests,
 ) -> RunHooks:
-    """Return the hooks of the train stage."""
+    """Return the hooks of the train verb."""
     loaded = context.loaded
     launch = context.launch
     stages = context.stages

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from itertools import chain
@@ -127,6 +127,21 @@ def run_ranks(world: int, *command: object, timeout: int = 240) -> "subprocess.C
     return done
 
 
+Runs = Mapping[str, tuple[Layout, tuple[str, ...], str | None]]
+"""Name of a run -> its layout, its overrides, and the run whose checkpoint it resumes."""
+
+
+def launch_runs(project: Any, runs: Runs, step: int, folder: Path) -> None:
+    """Launch runs of one process, then those of two; ``step`` is that of the checkpoints to resume."""
+    for world in (1, 2):
+        jobs = []
+        for name, (layout, keys, source) in runs.items():
+            checkpoint = None if source is None else str(saved(project, source, step))
+            if layout.world_size == world:
+                jobs.append(Job(str(project.train_toml), name, layout, keys, checkpoint))
+        launch(jobs, folder)
+
+
 def saved(project: Any, run: str, step: int) -> Path:
     """Return the checkpoint of a step of a run."""
     return Path(project.folder / run / "checkpoints" / checkpoint_name(step))
@@ -217,7 +232,7 @@ def patch() -> None:
 
 def record_memory(run: Path, engine: Any, averages: Any) -> None:
     """Record the bytes of this process's weights, optimizer state and averages in the run's folder."""
-    states = (part.optimizer.state.values() for part in engine.optimizer._parts)
+    states = (each.optimizer.state.values() for each in engine.optimizer._optimizers)
     state = [value for values in chain.from_iterable(states) for value in values.values()]
     sizes = {
         "weights": storage_bytes(engine.weights.values()),

@@ -20,7 +20,7 @@ from sd3_light.engines.torch import TorchEngine
 from sd3_light.families.sd3.module import SD3TrainingModule
 from sd3_light.families.sd3.random_weights import new_transformer
 from sd3_light.model.block_swap import BlockSwap, HostRing
-from sd3_light.optim import units
+from sd3_light.optim import chunks
 from sd3_light.optim.ema import Averages
 
 CUDA = torch.device("cuda", 0)
@@ -28,8 +28,8 @@ MODEL = {"diffusers_path": "folder", "train_type": "sd3_light_pretrain", "size":
 
 
 @pytest.fixture(autouse=True)
-def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(units.split_into_units, "__defaults__", (2**17,))
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks.split_into_chunks, "__defaults__", (2**17,))
 
 
 def make(

@@ -7,9 +7,8 @@ import importlib.util
 
 import torch
 
-from sd3_light.config import TrainConfig
+from sd3_light.config import TrainConfig, UserError
 from sd3_light.config.cross_checks import deepspeed_problem, one_process_problem
-from sd3_light.config.faults import UserError
 from sd3_light.core.model import TrainedModel
 from sd3_light.engines.protocol import Engine
 from sd3_light.launch import Launch

@@ -1,6 +1,6 @@
 """Base class of the DeepSpeed engines: setup, and access to weights and optimizer state by canonical name."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import deepspeed
@@ -16,6 +16,7 @@ from sd3_light.engines.deepspeed.stage_state import StageState
 from sd3_light.engines.protocol import Engine, TensorPiece, ToHost, sum_of_squares, to_host
 from sd3_light.launch import Launch
 from sd3_light.optim.build import make_optimizer
+from sd3_light.optim.chunks import Named, Tensors
 
 
 class DeepSpeedBase(Engine):
@@ -34,7 +35,7 @@ class DeepSpeedBase(Engine):
         self.module = module
         self.names: tuple[str, ...] = module.loss_names
 
-    def _initialize(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], config: TrainConfig) -> None:
+    def _initialize(self, model: nn.Module, parameters: Named, config: TrainConfig) -> None:
         """Make the optimizer and DeepSpeed's engine for these weights."""
         assert all(weight.dtype == torch.float32 for weight in parameters.values()), "weights must be float32"
         # heads train by AdamW: their lists of layers are no blocks
@@ -68,10 +69,10 @@ class DeepSpeedBase(Engine):
         if self.networks is not None:
             yield from self.networks.pieces()
 
-    def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[TensorPiece]:
+    def like_weights(self, kind: str, held: Tensors) -> Iterator[TensorPiece]:
         """Yield the pieces of tensors laid out like the weights."""
         return self.state.like_weights(kind, held)
 
-    def gather(self, held: Mapping[str, Tensor], to_host: ToHost = to_host) -> dict[str, Tensor] | None:
+    def gather(self, held: Tensors, to_host: ToHost = to_host) -> dict[str, Tensor] | None:
         """Gather tensors laid out like the weights, of all stages, in rank 0's host memory."""
         return self.state.gather(held, to_host)

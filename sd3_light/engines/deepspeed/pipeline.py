@@ -13,8 +13,7 @@ from deepspeed.runtime import utils as partitions
 from deepspeed.utils.timer import NoopTimer
 from torch import Tensor, nn
 
-from sd3_light.config import TrainConfig
-from sd3_light.config.faults import UserError
+from sd3_light.config import TrainConfig, UserError
 from sd3_light.core.batch import Batch, references
 from sd3_light.core.model import TrainedModel
 from sd3_light.engines.deepspeed.engine_base import DeepSpeedBase
@@ -26,6 +25,7 @@ from sd3_light.engines.protocol import StepResult, loss_sums, sum_of_squares
 from sd3_light.engines.torch import sums_by_band
 from sd3_light.flow.objective import NUM_BANDS
 from sd3_light.launch import Launch
+from sd3_light.optim.chunks import Named
 
 _TARGETS = ("t", "target", "mask", "weight")
 """What the last stage takes of a batch."""
@@ -107,7 +107,7 @@ class PipelineEngine(DeepSpeedBase):
         self._weight = 1.0
 
     def _make_state(
-        self, stages: _Stages, parameters: Mapping[str, nn.Parameter], names: Mapping[int, str], zero: Any, writers: int
+        self, stages: _Stages, parameters: Named, names: Mapping[int, str], zero: Any, writers: int
     ) -> StageState:
         """Return this process's state, and free the layers of other stages."""
         stage_of = {}
@@ -116,12 +116,12 @@ class PipelineEngine(DeepSpeedBase):
             for weight in layer.parameters():
                 if weight.requires_grad:
                     stage_of[names[id(weight)]] = stages.stage_owner(index)
-                    shapes[names[id(weight)]] = tuple(weight.shape)
+                    shapes[names[id(weight)]] = weight.shape
         for index, layer in enumerate(stages._layer_specs):
             if stages.stage_owner(index) != self.stage:
                 layer.to("meta")
         optimizer = self.optimizer.torch_optimizer
-        return StageState(self.launch, self.stages, parameters, stage_of, shapes, optimizer, zero, writers)
+        return StageState(self.launch, parameters, stage_of, shapes, optimizer, zero, writers)
 
     def train_step(self, batches: Sequence[Batch], lr: float) -> StepResult:
         """Run the micro-batches through the pipeline and back, then step, clipped by the norm over all stages."""

@@ -1,4 +1,4 @@
-"""State of a process under ZeRO-3: one flat part of every weight and of its optimizer state."""
+"""State of a process under ZeRO-3: one flat shard of every weight and of its optimizer state."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from sd3_light.engines.protocol import PARAM_KIND, TensorPiece, ToHost
 from sd3_light.launch import Launch
 from sd3_light.optim.build import create_adamw_state
+from sd3_light.optim.chunks import Named, Tensors
 
 
 @dataclass(frozen=True)
-class _Part:
+class _WeightShard:
     """Elements ``start`` to ``start + length`` of a weight; their state starts at index ``offset`` of ``flat``.
 
     Every process reserves ``capacity`` elements; the last processes may use fewer, or none.
@@ -26,6 +27,10 @@ class _Part:
     flat: Any
     offset: int
 
+    def own_values(self, flat: Tensor) -> Tensor:
+        """Return what belongs to the weight of a tensor laid out like ``flat``."""
+        return flat[self.offset : self.offset + self.length]
+
 
 class ShardState:
     """Parts of all trainable weights and their optimizer state, by canonical name. ``zero``: DeepSpeed's ZeRO-3."""
@@ -33,7 +38,7 @@ class ShardState:
     def __init__(
         self,
         launch: Launch,
-        parameters: Mapping[str, nn.Parameter],
+        parameters: Named,
         shapes: Mapping[str, tuple[int, ...]],
         optimizer: Any,
         zero: Any,
@@ -44,43 +49,41 @@ class ShardState:
         for flat, weights in zip(zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, strict=True):
             assert flat.dtype == weights.dtype == torch.float32, "weights must be float32"
             flat.data = weights.data  # float32 weights are their own master copies
-        parts = {id(weight): part for weight, part in _parts(zero, launch.rank)}
-        self._parts = {name: parts[id(weight)] for name, weight in parameters.items()}
-        self.weights = {
-            name: part.flat.detach()[part.offset : part.offset + part.length] for name, part in self._parts.items()
-        }
+        shards = {id(weight): shard for weight, shard in _weight_shards(zero, launch.rank)}
+        self._shards = {name: shards[id(weight)] for name, weight in parameters.items()}
+        self.weights = {name: shard.own_values(shard.flat.detach()) for name, shard in self._shards.items()}
 
     def pieces(self) -> Iterator[TensorPiece]:
         """Yield the weights, then the optimizer state of each."""
         yield from self.like_weights(PARAM_KIND, self.weights)
-        for name, part in self._parts.items():
-            if not self.optimizer.state.get(part.flat):
-                create_adamw_state(self.optimizer, part.flat)
-            for kind, value in self.optimizer.state[part.flat].items():
+        for name, shard in self._shards.items():
+            if not self.optimizer.state.get(shard.flat):
+                create_adamw_state(self.optimizer, shard.flat)
+            for kind, value in self.optimizer.state[shard.flat].items():
                 if value.dim():
-                    yield self._piece(f"{kind}/{name}", value[part.offset : part.offset + part.length], name)
+                    yield self._piece(f"{kind}/{name}", shard.own_values(value), name)
                 else:  # a counter of the whole group
                     yield TensorPiece(f"{kind}/{name}", value.view(-1), 0, (), writes=self.launch.rank == 0)
 
-    def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[TensorPiece]:
+    def like_weights(self, kind: str, held: Tensors) -> Iterator[TensorPiece]:
         """Yield the pieces of tensors laid out like the weights."""
-        for name in self._parts:
+        for name in self._shards:
             if name in held:
                 yield self._piece(f"{kind}/{name}", held[name], name)
 
     def _piece(self, full_name: str, values: Tensor, name: str) -> TensorPiece:
-        part = self._parts[name]
+        shard = self._shards[name]
         return TensorPiece(
-            full_name, values, part.start if part.length else 0, self.shapes[name], writes=part.length > 0
+            full_name, values, shard.start if shard.length else 0, self.shapes[name], writes=shard.length > 0
         )
 
-    def gather(self, held: Mapping[str, Tensor], to_host: ToHost) -> dict[str, Tensor] | None:
+    def gather(self, held: Tensors, to_host: ToHost) -> dict[str, Tensor] | None:
         """Gather copies of tensors laid out like the weights in rank 0's host memory, one tensor at a time."""
         gathered = {}
-        for name, part in self._parts.items():
+        for name, shard in self._shards.items():
             if name not in held:
                 continue
-            padded = nn.functional.pad(held[name], (0, part.capacity - part.length))
+            padded = nn.functional.pad(held[name], (0, shard.capacity - shard.length))
             received = (
                 [torch.empty_like(padded) for _ in range(self.launch.world_size)] if self.launch.rank == 0 else None
             )
@@ -91,13 +94,13 @@ class ShardState:
         return gathered if self.launch.rank == 0 else None
 
 
-def _parts(zero: Any, rank: int) -> Iterator[tuple[nn.Parameter, _Part]]:
-    """Yield every weight with this process's part: a group is one flat tensor of its weights' parts in sequence."""
+def _weight_shards(zero: Any, rank: int) -> Iterator[tuple[nn.Parameter, _WeightShard]]:
+    """Yield every weight with this process's shard: a group is one flat tensor of its weights' shards in sequence."""
     for flat, weights in zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True):
         offset = 0
         for weight in weights:
             capacity = weight.partition_numel()
             start = rank * capacity
             length = max(0, min(capacity, weight.ds_numel - start))
-            yield weight, _Part(start, length, capacity, flat, offset)
+            yield weight, _WeightShard(start, length, capacity, flat, offset)
             offset += capacity

@@ -11,6 +11,7 @@ from sd3_light.core.model import HEADS
 from sd3_light.engines.protocol import PARAM_KIND, TensorPiece, ToHost, assign_writers
 from sd3_light.launch import Launch
 from sd3_light.optim.build import create_adamw_state
+from sd3_light.optim.chunks import Named, Tensors
 
 
 class StageState:
@@ -24,8 +25,7 @@ class StageState:
     def __init__(
         self,
         launch: Launch,
-        stages: int,
-        parameters: Mapping[str, nn.Parameter],
+        parameters: Named,
         stage_of: Mapping[str, int],
         shapes: Mapping[str, tuple[int, ...]],
         optimizer: Any,
@@ -38,6 +38,7 @@ class StageState:
         self.zero = zero
         self.stage_of = stage_of
         self.shapes = shapes
+        stages = max(stage_of.values()) + 1
         self.replicas = launch.world_size // stages
         if zero is not None:
             alias_master_weights(zero)
@@ -59,15 +60,15 @@ class StageState:
         for name, weight in self.parameters.items():
             yield from self._full_state(name, weight) if self.zero is None else self._fragment(name, weight)
 
-    def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[TensorPiece]:
+    def like_weights(self, kind: str, held: Tensors) -> Iterator[TensorPiece]:
         """Yield the pieces of tensors laid out like the weights."""
         for name, weight in self.parameters.items():
             if name in held:
-                yield TensorPiece(f"{kind}/{name}", held[name].view(-1), 0, tuple(weight.shape), name in self._written)
+                yield TensorPiece(f"{kind}/{name}", held[name].view(-1), 0, weight.shape, name in self._written)
 
     def _full_state(self, name: str, weight: nn.Parameter) -> Iterator[TensorPiece]:
         for kind, value in self.optimizer.state[weight].items():
-            yield TensorPiece(f"{kind}/{name}", value.view(-1), 0, tuple(value.shape), name in self._written)
+            yield TensorPiece(f"{kind}/{name}", value.view(-1), 0, value.shape, name in self._written)
 
     def _fragment(self, name: str, weight: nn.Parameter) -> Iterator[TensorPiece]:
         """Yield the part of a weight's state in this process's partition of its group, which is one flat tensor."""
@@ -81,11 +82,11 @@ class StageState:
         for kind, value in self.optimizer.state[flat].items():
             if value.dim():
                 part = value[address.start : address.start + address.numel]
-                yield TensorPiece(f"{kind}/{name}", part, start, tuple(weight.shape))
+                yield TensorPiece(f"{kind}/{name}", part, start, weight.shape)
             else:  # a counter of the whole group, written by the process with the weight's first element
                 yield TensorPiece(f"{kind}/{name}", value.view(-1), 0, (), writes=start == 0)
 
-    def gather(self, held: Mapping[str, Tensor], to_host: ToHost) -> dict[str, Tensor] | None:
+    def gather(self, held: Tensors, to_host: ToHost) -> dict[str, Tensor] | None:
         """Gather copies of tensors laid out like the weights, of all stages, in rank 0's host memory, one at a time."""
         gathered = {}
         for name, stage in self.stage_of.items():

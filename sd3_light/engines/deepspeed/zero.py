@@ -38,7 +38,7 @@ class ZeroEngine(DeepSpeedBase):
             self.networks = Networks(module, launch, device)
             module.release = self._free_gathered_weights
         parameters = module.trainable()
-        shapes = {name: tuple(weight.shape) for name, weight in parameters.items()}
+        shapes = {name: weight.shape for name, weight in parameters.items()}
         self._initialize(self.module, parameters, config)
         zero = self.engine.optimizer
         optimizer = self.optimizer.torch_optimizer
@@ -47,7 +47,7 @@ class ZeroEngine(DeepSpeedBase):
             self.parts_group = dist.group.WORLD
         else:
             stage_of = dict.fromkeys(parameters, 0)
-            self._take_state(StageState(launch, 1, parameters, stage_of, shapes, optimizer, zero))
+            self._take_state(StageState(launch, parameters, stage_of, shapes, optimizer, zero))
             for name, weight in parameters.items():
                 weight.register_post_accumulate_grad_hook(partial(self._reach, name))
 

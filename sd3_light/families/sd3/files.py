@@ -1,6 +1,7 @@
 """SD3's files: folders with an optional custom pipeline, adapter names of both namings, single files."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from sd3_light.core.files import AdapterNames, CardTexts, CustomPipeline, Files,
 from sd3_light.export.card import SEED, SETTINGS
 from sd3_light.export.proof_process import sample_image
 from sd3_light.families.sd3.lora_names import SD3AdapterNames
-from sd3_light.families.sd3.masked_attention import real_text_mask, use_masked_attention
+from sd3_light.families.sd3.masked_attention import use_masked_attention
 from sd3_light.families.sd3.real_pipeline import RealTextPipeline, seeing
 from sd3_light.families.sd3.sample_texts import TextPolicy
 from sd3_light.families.sd3.single_file import SD3SingleFiles
@@ -161,19 +162,10 @@ class SD3Files(Files):
         """See `Files.reference_image`. References and real text are as in training, without `pipeline.py`."""
         references = inputs.get("image", [])
         inputs = {name: value for name, value in inputs.items() if name != "image"}
-        with seeing(pipe.transformer, references):
-            return self._image(pipe, inputs, 1 + len(references))
-
-    def _image(self, pipe: Any, inputs: Mapping[str, Any], images: int) -> Tensor:
-        """Return the image of a stock pipeline, whose denoiser sees this many images."""
-        if "joint_attention_kwargs" not in inputs:
+        is_real = "joint_attention_kwargs" in inputs
+        masked = use_masked_attention(pipe.transformer) if is_real else nullcontext()
+        with seeing(pipe.transformer, references), masked:
             return sample_image(pipe, inputs)
-        lengths = inputs["joint_attention_kwargs"]["text_lengths"]
-        patch = pipe.vae_scale_factor * pipe.transformer.config.patch_size
-        num_image = (inputs["width"] // patch) * (inputs["height"] // patch) * images
-        mask = real_text_mask(lengths, inputs["prompt_embeds"].shape[1], num_image)
-        with use_masked_attention(pipe.transformer):
-            return sample_image(pipe, {**inputs, "joint_attention_kwargs": {"attention_mask": mask}})
 
     def card(self, config: Mapping[str, Any], text: Mapping[str, Any]) -> CardTexts:
         """See `Files.card`."""
@@ -183,17 +175,16 @@ class SD3Files(Files):
         t5 = text.get("t5_max_length", 256)
         uncond = text.get("uncond_text", "empty")
         policy = f"{tokens} tokens, T5 length {t5}, unconditional input: {uncond}"
+        words = "zeros" if uncond == "zero" else "the empty prompt"
         if count := text.get("references"):
-            note = _REFERENCE_NOTE.format(count=count, uncond="zeros" if uncond == "zero" else "the empty prompt")
+            note = _REFERENCE_NOTE.format(count=count, uncond=words)
             code = _CUSTOM.replace(_ADAPTER_CALL, _REFERENCE_CALL)
             return CardTexts(denoiser, policy, code, note, "diffusers with `pipeline.py`", _REFERENCE_ADAPTER_CALL)
         if tokens == "real":
-            note = _REAL_NOTE.format(uncond="zeros" if uncond == "zero" else "the empty prompt")
+            note = _REAL_NOTE.format(uncond=words)
             return CardTexts(denoiser, policy, _CUSTOM, note, "diffusers with `pipeline.py`", _ADAPTER_CALL)
-        code = _STOCK + (_ZERO_CALL if uncond == "zero" else _STOCK_CALL).format(t5=t5)
-        return CardTexts(
-            denoiser, policy, code, _ZERO_NOTE if uncond == "zero" else "", "stock diffusers", _ADAPTER_CALL
-        )
+        call, note = (_ZERO_CALL, _ZERO_NOTE) if uncond == "zero" else (_STOCK_CALL, "")
+        return CardTexts(denoiser, policy, _STOCK + call.format(t5=t5), note, "stock diffusers", _ADAPTER_CALL)
 
 
 def _draws(config: Mapping[str, Any]) -> tuple[Tensor, ...]:

@@ -22,7 +22,7 @@ from tests import data_path
 
 COLUMNS = dict.fromkeys(("moments", "mask", "clip_l", "clip_g", "t5", "clip_l.pooled", "clip_g.pooled"), "0")
 FEW, MANY = 200, 2000
-UNIT_BYTES = 4 << 10
+SHARD_BYTES = 4 << 10
 """Allowed bytes per entry of plan and manifest; a sample with its captions takes several hundred."""
 FREE_LISTS = 512 << 10
 """Bytes of small objects that the interpreter keeps for reuse: a constant, but more than the smaller run needs."""
@@ -36,11 +36,11 @@ def peaks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, dict[s
             patch.setattr(module, "is_end", lambda count, identity, most: count >= most)
         for module in (catalogue, cache_plan):
             patch.setattr(module, "PART_ROWS", data_path.ROWS)
-        patch.setattr(cache_plan, "_UNITS_PER_BATCH", 2)
+        patch.setattr(cache_plan, "_SHARDS_PER_BATCH", 2)
         patch.setattr(frozen_parts, "FrozenParts", data_path.ZeroEncoders)
         # hashing the encoders uses a buffer that would hide the memory of planning
         for module in (cache, dataset_build):
-            patch.setattr(module, "make_recipe", lambda *_: {"format": 0, "text_tokens": "real", "columns": COLUMNS})
+            patch.setattr(module, "make_identity", lambda *_: {"format": 0, "text_tokens": "real", "columns": COLUMNS})
         folder = tmp_path_factory.mktemp("memory")
         measure(folder / "warm", data_path.ROWS)  # warm-up: one-time allocations
         grow_intern_table()
@@ -79,19 +79,17 @@ def measure(folder: Path, count: int) -> dict[str, int]:
 @pytest.mark.parametrize("part", data_path.PARTS)
 def test_memory_grows_only_with_the_list_of_shards(peaks: dict[int, dict[str, int]], part: str) -> None:
     growth = peaks[MANY][part] - peaks[FEW][part]
-    allowed = FREE_LISTS + UNIT_BYTES * (MANY - FEW) // data_path.ROWS
+    allowed = FREE_LISTS + SHARD_BYTES * (MANY - FEW) // data_path.ROWS
     assert growth < allowed, f"{growth / (MANY - FEW):.0f} additional bytes per additional sample"
 
 
 def test_a_number_set_contains_exactly_the_added_numbers() -> None:
     random = np.random.default_rng(0)
     known, others = np.split(random.permutation(1 << 16), 2)
-    with SortedArray(np.int64) as numbers:
-        for chunk in np.array_split(known, 7):
-            numbers.add(chunk)
-        assert numbers.contains(known).all()
-        assert not numbers.contains(others).any()
-        assert numbers.contains([others[0], known[0], -1, 1 << 62]).tolist() == [False, True, False, False]
-    with SortedArray(np.int64) as empty:
-        empty.add([])
-        assert not empty.contains([0, 1]).any()
+    numbers = SortedArray(np.int64)
+    for chunk in np.array_split(known, 7):
+        numbers.add(chunk)
+    assert numbers.contains(known).all()
+    assert not numbers.contains(others).any()
+    assert numbers.contains([others[0], known[0], -1, 1 << 62]).tolist() == [False, True, False, False]
+    assert not SortedArray(np.int64).contains([0, 1]).any()

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_a_process_without_data_opens_nothing_and_flops_are_those_of_all() -> None:
     """It needs neither dataset nor preparer; the batch sizes are those of its share of each step, in any bucket."""
     order = build_order(0, [([Segment(60, 1.0)], 12), ([Segment(60, 1.0)], 24)])
-    steps = placeholder_steps(order, 2, 3, 1)
+    steps = placeholder_steps(order.batch_size, 2, 3, 1)
     sizes = []
     for number, batches in zip(range(1, order.steps_per_epoch), steps, strict=False):
         assert len(batches) == 3

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from sd3_light.export.adapter_folder import adapter_modules, read_adapter, write
 from sd3_light.export.card import adapter_card
 from sd3_light.export.export_spec import AdapterSpec, ExportError
 from sd3_light.export.proof import ProofError, run_clean_process
+from sd3_light.export.trained_file import write_trained
 from sd3_light.families.sd3.random_weights import new_transformer
 from sd3_light.model.adapter_layers import LycorisModule
 from sd3_light.model.loading import load_diffusers_model
@@ -107,29 +109,18 @@ def test_an_export_is_proven_and_reads_back(tmp_path: Path, base: Path, kind: di
             assert torch.allclose(back[name].delta(), module.delta(), atol=2e-2)
 
 
-def seen_requests(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Record what clean processes are asked."""
-    requests: list[dict[str, Any]] = []
-
-    def recording(file: Path, work: Path, request: dict[str, Any], inputs: dict[str, Tensor]) -> Any:
-        requests.append(request)
-        return run_clean_process(file, work, request, inputs)
-
-    monkeypatch.setattr(export_adapter, "run_clean_process", recording)
-    return requests
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
 def test_an_adapter_of_any_dtype_is_proven_on_a_base_in_half_precision(
     tmp_path: Path, half_base: Path, monkeypatch: pytest.MonkeyPatch, kind: dict[str, Any], dtype: torch.dtype
 ) -> None:
     """Both sides hold the base in its own dtype, and the file's values are not rounded to it."""
-    requests = seen_requests(monkeypatch)
+    process = Mock(wraps=run_clean_process)
+    monkeypatch.setattr(export_adapter, "run_clean_process", process)
     spec = spec_of(half_base, dtype, **kind)
     out = write_adapter(tmp_path / "out", trained(half_base, spec.adapter), spec)
     record = json.loads((out / "proof.json").read_text())
-    assert [request["base_dtype"] for request in requests] == ["bfloat16"]
+    assert [call.args[2]["base_dtype"] for call in process.call_args_list] == ["bfloat16"]
     assert record["max_difference"] < 1e-5
     assert record["change_of_output"] > 0.005, "the adapter has an effect"
 
@@ -262,6 +253,17 @@ def test_the_card_of_an_adapter_has_the_licence_of_its_base_and_the_scores(tmp_p
     assert ModelCard(card).data.to_dict()["model-index"][0]["results"][0]["metrics"][0]["value"] == 0.25
     assert "copied from the model that training started from" in card
     assert "| images | 20 |" in card
+    card = adapter_card(spec_of(tmp_path / "sd3" / "transformer"), {})
+    assert "| base model | sd3 |" in card, "without its folders"
+    assert 'from_pretrained("path/to/sd3"' in card
+    exports = tmp_path / "runs" / "icons" / "exports"
+    (exports / "step-00000400").mkdir(parents=True)
+    (exports / "best").symlink_to("step-00000400")
+    for name in ("step-00000400", "best"):
+        card = adapter_card(spec_of(exports / name / "transformer"), {})
+        assert "| base model | icons, step-00000400 |" in card
+        assert "base_model" not in card
+        assert str(tmp_path) not in card
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
@@ -272,15 +274,18 @@ def test_the_card_of_an_adapter_names_the_library_that_loads_it(tmp_path: Path, 
     assert (data["pipeline_tag"], kind["type"] in data["tags"]) == ("text-to-image", True)
 
 
-def test_the_card_of_an_adapter_names_a_local_base_without_its_folders(tmp_path: Path) -> None:
-    card = adapter_card(spec_of(tmp_path / "sd3" / "transformer"), {})
-    assert "| base model | sd3 |" in card
-    assert 'from_pretrained("path/to/sd3"' in card
-    exports = tmp_path / "runs" / "icons" / "exports"
-    (exports / "step-00000400").mkdir(parents=True)
-    (exports / "best").symlink_to("step-00000400")
-    for name in ("step-00000400", "best"):
-        card = adapter_card(spec_of(exports / name / "transformer"), {})
-        assert "| base model | icons, step-00000400 |" in card
-        assert "base_model" not in card
-        assert str(tmp_path) not in card
+def test_a_failed_save_keeps_the_earlier_lora(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformer = SD3Transformer2DModel.from_pretrained(base)
+    adapter = AdapterConfig(rank=2, alpha=2, target_modules=["attn.to_q"])
+    weights = adapter_state(add_trained_adapter(transformer, adapter))
+    path = tmp_path / "lora.safetensors"
+    contents = set()
+    for factor in (1.0, 2.0):
+        write_trained(path, {name: factor * weight for name, weight in weights.items()}, transformer, adapter)
+        contents.add(before := path.read_bytes())
+    assert len(contents) == 2
+    monkeypatch.setattr(export_adapter, "write_lora", Mock(side_effect=OSError("no space left")))
+    with pytest.raises(OSError, match="no space left"):
+        write_trained(path, weights, transformer, adapter)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["lora.safetensors"]

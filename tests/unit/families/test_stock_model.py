@@ -6,43 +6,30 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from pydantic import ValidationError
+from torch import Tensor
 
 from sd3_light.config import TrainConfig
+from sd3_light.config.base import recomputed_blocks
 from sd3_light.config.schema_blocks import LayerSyncConfig
 from sd3_light.core.batch import Batch
+from sd3_light.core.model import denoiser_blocks
 from sd3_light.core.objective import Objective, Objectives, Prediction
 from sd3_light.core.registry import family_named
 from sd3_light.families.stock.model import StockModel
-from sd3_light.flow.objectives import FlowMatching, LayerSync
-from sd3_light.flow.packing import pack_latents, unpack_latents
+from sd3_light.flow.objectives import FlowMatching, configured_term
 from tests.families import make_denoiser, make_pipeline
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SIDE = 8
+FLUX: Any = family_named("flux")
 
 
 def config(**keys: Any) -> TrainConfig:
     model = {"diffusers_path": "m", "dtype": "float32"}
     table = {"output_dir": "out", "dataset": "data.toml", "max_steps": 1, "model": model, **keys}
     return TrainConfig.model_validate(table, context={"base": Path()})
-
-
-def denoise(denoiser: nn.Module, batch: Batch) -> Tensor:
-    noisy = batch["noisy"]
-    axes = [torch.arange(size) for size in (1, SIDE // 2, SIDE // 2)]
-    tokens = denoiser(
-        hidden_states=pack_latents(noisy),
-        encoder_hidden_states=batch["text"],
-        pooled_projections=batch["pooled"],
-        timestep=batch["t"],
-        img_ids=torch.cartesian_prod(*axes),
-        txt_ids=torch.zeros(batch["text"].shape[1], 3),
-        guidance=torch.ones_like(batch["t"]),
-        return_dict=False,
-    )[0]
-    return unpack_latents(tokens, SIDE, SIDE)
 
 
 def flux_batch(size: int = 3) -> Batch:
@@ -72,7 +59,7 @@ class Energy(Objective):
 def make() -> Callable[..., StockModel]:
     def model(*objectives: Objective, **keys: Any) -> StockModel:
         torch.manual_seed(0)
-        return StockModel(make_denoiser("flux"), config(**keys), denoise, Objectives(objectives))
+        return StockModel(make_denoiser("flux"), config(**keys), FLUX, Objectives(objectives))
 
     return model
 
@@ -82,7 +69,7 @@ def test_weights_have_stock_names_and_blocks_are_those_of_both_lists(make: Calla
     assert list(model.trainable()) == [name for name, _ in model.denoiser.named_parameters()]
     stock: Any = model.denoiser
     assert model.blocks() == [*stock.transformer_blocks, *stock.single_transformer_blocks]
-    term = LayerSync.of(LayerSyncConfig(early_block=1, late_block=2), 4, TrainConfig.model_construct())
+    term = configured_term(LayerSyncConfig(early_block=1, late_block=2), TrainConfig.model_construct(), 4)
     model, batch = make(FlowMatching(), term), flux_batch()
     early, late = model.predict(batch, (1, 2)).features.values()
     expected = 1 - torch.nn.functional.cosine_similarity(early, late, dim=-1).mean()
@@ -132,7 +119,7 @@ def test_attention_of_single_blocks_of_flux_gets_contiguous_gradients() -> None:
         for block in denoiser.single_transformer_blocks:
             block.attn.register_forward_hook(record)
         if speeds_up:
-            family_named("flux").speed_up(denoiser)  # type: ignore[attr-defined]
+            FLUX.speed_up(denoiser)
         generator = torch.Generator().manual_seed(0)
         width = denoiser.config.joint_attention_dim
         output = denoiser(
@@ -150,3 +137,33 @@ def test_attention_of_single_blocks_of_flux_gets_contiguous_gradients() -> None:
         results.append({name: weight.grad for name, weight in denoiser.named_parameters() if weight.grad is not None})
     stock, fast = results
     assert all(torch.equal(fast[name], gradient) for name, gradient in stock.items())
+
+
+# --- recomputed activations ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("level", "blocks", "expected"), [(False, 24, 0), (True, 24, 24), ("host", 24, 24), (0.5, 5, 3), (0.01, 24, 1)]
+)
+def test_the_number_of_recomputed_blocks(level: Any, blocks: int, expected: int) -> None:
+    assert recomputed_blocks(level, blocks) == expected
+
+
+@pytest.mark.parametrize("level", [0.0, 1.0, 1.5, -0.5, 2, "half", float("nan")])
+def test_other_levels_are_refused(level: Any) -> None:
+    with pytest.raises(ValidationError, match="activation_checkpointing"):
+        config(activation_checkpointing=level)
+
+
+@pytest.mark.parametrize("level", [False, 0.5, True])
+def test_the_first_blocks_are_computed_twice(level: Any) -> None:
+    denoiser = make_denoiser("flux")
+    runs: list[int] = []
+    blocks = denoiser_blocks(denoiser)
+    for number, block in enumerate(blocks):
+        block.register_forward_pre_hook(lambda *_, number=number: runs.append(number))
+    module = FLUX.training.model(denoiser, config(activation_checkpointing=level), fast=False)
+    module(flux_batch())["loss"].backward()
+    again = recomputed_blocks(level, len(blocks))
+    assert len(blocks) > 2
+    assert runs == [*range(len(blocks)), *reversed(range(again))]

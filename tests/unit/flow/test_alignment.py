@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sd3_light.config.schema_objective import AlignmentTerm
 from sd3_light.core.batch import Batch
 from sd3_light.core.columns import TEACHER
 from sd3_light.core.objective import Prediction
@@ -19,7 +20,7 @@ SIZE, WIDTH, ROWS, COLUMNS = 2, 5, 2, 3
 
 
 def aligned(**options: Any) -> FeatureAlignment:
-    objective = FeatureAlignment(WIDTH, WIDTH, block=1, **options)
+    objective = FeatureAlignment(WIDTH, WIDTH, 1, AlignmentTerm(**options))
     objective.heads = {"alignment": nn.Identity()}
     return objective
 
@@ -75,21 +76,21 @@ def test_tokens_are_compared_with_the_features_of_their_place_if_they_count() ->
 
 @pytest.mark.parametrize("kind", ["conv", "mlp"])
 def test_projectors_map_the_grid(kind: Any) -> None:
-    assert make_projector(kind, 7, 3)(torch.zeros(2, 7, 4, 5)).shape == (2, 3, 4, 5)
+    projector = make_projector(kind, 7, 3)
+    assert projector(torch.zeros(2, 7, 4, 5)).shape == (2, 3, 4, 5)
+    assert isinstance(projector, nn.Conv2d) is (kind == "conv")
 
 
-def test_the_gradient_reaches_tokens_and_projector_and_not_the_features() -> None:
-    objective = FeatureAlignment(WIDTH, WIDTH, block=1)
+def test_the_gradient_reaches_tokens_and_projector_until_the_term_ends() -> None:
+    objective = FeatureAlignment(WIDTH, WIDTH, 1, AlignmentTerm())
     tokens = tokens_of(features()).requires_grad_()
     loss(objective, tokens, teacher=features()).mean().backward()
     assert tokens.grad.abs().sum() > 0
     assert all(weight.grad is not None for weight in objective.heads["alignment"].parameters())
-
-
-def test_the_term_ends_at_its_share_with_gradients_of_zero() -> None:
-    objective = FeatureAlignment(WIDTH, WIDTH, block=1, until=0.25)
+    # the term ends at its share, with gradients of 0
+    objective = FeatureAlignment(WIDTH, WIDTH, 1, AlignmentTerm(until=0.25))
     assert objective.draws
-    assert not FeatureAlignment(WIDTH, WIDTH, block=1).draws
+    assert not FeatureAlignment(WIDTH, WIDTH, 1, AlignmentTerm()).draws
     batch = Batch(SIZE, {TEACHER: features(), "t": torch.rand(SIZE)})
     kept = [TEACHER in objective.draw(observed(step), batch).values for step in range(4, 12, 2)]
     assert kept == [True, True, True, False]
@@ -100,7 +101,7 @@ def test_the_term_ends_at_its_share_with_gradients_of_zero() -> None:
     ended.mean().backward()
     for weight in (tokens, *objective.heads["alignment"].parameters()):
         assert not weight.grad.any()
-    objective = SelfAlignment(WIDTH, 1, 3, until=0.5)
+    objective = SelfAlignment(WIDTH, 1, 3, AlignmentTerm(until=0.5))
     model = Teaches(step=20)
     batch = Batch(1, {})
     assert objective.draw(model, batch) is batch  # type: ignore[arg-type]
@@ -131,7 +132,7 @@ def test_the_average_sees_the_same_image_with_less_of_the_same_noise() -> None:
     t = torch.rand(64)
     words = torch.from_numpy(occurrence_words(0, 0, range(64))).view(torch.int32)
     values = {"noisy": interpolate(clean, noise, t), "t": t, "target": noise - clean, "words": words}
-    objective = SelfAlignment(WIDTH, 1, 3, until=0.5)
+    objective = SelfAlignment(WIDTH, 1, 3, AlignmentTerm(until=0.5))
     model = Teaches()
     drawn = objective.draw(model, Batch(64, values))  # type: ignore[arg-type]
     (seen,) = model.seen

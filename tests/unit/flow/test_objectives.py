@@ -14,7 +14,7 @@ from sd3_light.core.batch import Batch
 from sd3_light.core.objective import Objectives, Prediction
 from sd3_light.flow.losses import FlowMatchDPOLoss
 from sd3_light.flow.objective import interpolate, velocity
-from sd3_light.flow.objectives import FlowMatching, Preference
+from sd3_light.flow.objectives import FlowMatching, Preference, configured_term
 
 SHAPE = (3, 2, 4, 4)
 
@@ -58,7 +58,7 @@ def test_preferences_have_the_loss_of_tasks() -> None:
 
     loss = FlowMatchDPOLoss(timestep_sample_method="uniform", beta=5.0)
     expected = loss(multiple(model.factor), inputs, multiple(model.taught))
-    objective = Preference.of(DpoTerm(beta=5.0, weight=0.5), 0, TrainConfig.model_construct())
+    objective = configured_term(DpoTerm(beta=5.0, weight=0.5), TrainConfig.model_construct(), 0)
     each = objective(model, objective.draw(model, batch))["dpo"]
     torch.testing.assert_close(each, expected)
     assert objective.weights == {"dpo": 0.5}

@@ -13,8 +13,17 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sd3_light.optim import adamw_8bit
-from sd3_light.optim.adamw_8bit import BLOCK, AdamW8bit, Part, Rates, advance, compress, create_8bit_state, expand
-from tests.modules import load_module
+from sd3_light.optim.adamw_8bit import (
+    BLOCK,
+    AdamW8bit,
+    Rates,
+    WeightSlice,
+    advance,
+    compress,
+    create_8bit_state,
+    expand,
+)
+from tests.modules import emulated_kernel
 
 CPU = torch.device("cpu")
 
@@ -84,29 +93,23 @@ def test_second_moments_follow_gradients_of_another_size(factor: float) -> None:
 
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[ModuleType]:
-    emulation = load_module("small_triton", Path(__file__).parents[1] / "families/sd3/fast/small_triton.py")
-    before = {name: sys.modules.get(name) for name in emulation.modules()}
-    sys.modules.update(emulation.modules())
-    yield load_module("adamw_8bit_kernel_under_test", Path(adamw_8bit.__file__).with_name("adamw_8bit_kernel.py"))
-    for name, module in before.items():
-        sys.modules.pop(name, None)
-        if module is not None:
-            sys.modules[name] = module
+    with emulated_kernel(Path(adamw_8bit.__file__).with_name("adamw_8bit_kernel.py")) as module:
+        yield module
 
 
-def copy(part: Part) -> Part:
-    return Part(**{name: None if value is None else value.clone() for name, value in vars(part).items()})
+def copy(piece: WeightSlice) -> WeightSlice:
+    return WeightSlice(**{name: None if value is None else value.clone() for name, value in vars(piece).items()})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("count", [BLOCK, 5 * BLOCK + 40])
 def test_the_kernel_advances_as_its_reference(kernel: ModuleType, dtype: torch.dtype, count: int) -> None:
-    sample = adamw_8bit._sample_part(dtype, CPU)
-    part = Part(**{name: None if value is None else value[:count] for name, value in vars(sample).items()})
+    sample = adamw_8bit._sample_slice(dtype, CPU)
+    piece = WeightSlice(**{name: None if value is None else value[:count] for name, value in vars(sample).items()})
     blocks = -(-count // BLOCK)
-    part = replace(part, **{name: getattr(part, name)[:blocks] for name in ("first_scale", "second_scale", "draws")})
+    piece = replace(piece, **{name: getattr(piece, name)[:blocks] for name in ("first_scale", "second_scale", "draws")})
     rates = Rates(1e-2, 0.1, (0.9, 0.99), 1e-8, torch.tensor([0.1, 0.01]), torch.zeros(()))
-    actual, expected = copy(part), copy(part)
+    actual, expected = copy(piece), copy(piece)
     kernel.advance(actual, rates)
     advance(expected, rates)
     tolerance = 1e-4 if dtype == torch.float32 else 2**-7
@@ -114,11 +117,11 @@ def test_the_kernel_advances_as_its_reference(kernel: ModuleType, dtype: torch.d
     assert (actual.values == expected.values).float().mean() > (0.3 if dtype == torch.float32 else 0.99)
     for name in ("first", "second", "first_scale", "second_scale"):
         assert torch.allclose(getattr(actual, name).float(), getattr(expected, name).float(), rtol=1e-5, atol=1), name
-        assert not torch.equal(getattr(actual, name), getattr(part, name)), name
-    skipped = copy(part)
+        assert not torch.equal(getattr(actual, name), getattr(piece, name)), name
+    skipped = copy(piece)
     kernel.advance(skipped, replace(rates, skip=torch.ones(())))
     for name in ("values", "first", "first_scale", "second", "second_scale"):
-        assert torch.equal(getattr(skipped, name), getattr(part, name)), name
+        assert torch.equal(getattr(skipped, name), getattr(piece, name)), name
 
 
 def test_a_kernel_that_computes_something_else_is_not_used(
@@ -132,7 +135,7 @@ def test_a_kernel_that_computes_something_else_is_not_used(
     checked = adamw_8bit.checked_kernel.__wrapped__
     assert checked(CPU) is kernel.advance
     right = kernel.advance
-    monkeypatch.setattr(kernel, "advance", lambda part, rates: right(part, replace(rates, lr=2 * rates.lr)))
+    monkeypatch.setattr(kernel, "advance", lambda piece, rates: right(piece, replace(rates, lr=2 * rates.lr)))
     assert checked(CPU) is None
     assert "it computes something else" in capfd.readouterr().err
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -152,7 +155,7 @@ class _Operations(TorchDispatchMode):
 
 def test_beside_the_kernel_a_weight_needs_its_draws_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """One launch per weight and kind of draw; steps and corrections are computed for all weights together."""
-    monkeypatch.setattr(adamw_8bit, "advance", lambda part, rates: None)
+    monkeypatch.setattr(adamw_8bit, "advance", lambda piece, rates: None)
     counts = []
     for number in (2, 12):
         weights = [nn.Parameter(torch.ones(16, BLOCK, dtype=torch.bfloat16)) for _ in range(number)]

@@ -14,29 +14,30 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedTokenizerBase
 
 from sd3_light.config.faults import UserError
-from sd3_light.evaluate.judge import load_judge, save_judge
+from sd3_light.evaluate.feature_model import load_feature_model, save_feature_model
 from sd3_light.parts.contrastive import CaptionedImages, TextOptions, TextTask, Towers, augment, captioned_images
 from sd3_light.parts.images import Pool
 from sd3_light.parts.sizes import TextSize
-from sd3_light.parts.text_encoders import encode, scale_outputs
+from sd3_light.parts.text_encoders import encode
 from sd3_light.parts.tokenizers import learn_tokenizers
 
 CPU = torch.device("cpu")
 SIZE = TextSize(32, 32, 64, 2, (8, 16, 32, 64), (1, 1, 1, 1))
+Tokenizers = dict[str, PreTrainedTokenizerBase]
 
 
 @pytest.fixture(scope="module")
-def tokenizers(pools: list[Pool]) -> dict[str, PreTrainedTokenizerBase]:
+def tokenizers(pools: list[Pool]) -> Tokenizers:
     return learn_tokenizers(sorted({text for texts in pools[0].captions for text in texts}), 2000)
 
 
 @pytest.fixture(scope="module")
-def images(pools: list[Pool], tokenizers: dict[str, PreTrainedTokenizerBase]) -> CaptionedImages:
+def images(pools: list[Pool], tokenizers: Tokenizers) -> CaptionedImages:
     return captioned_images(pools, tokenizers, CPU)
 
 
 @pytest.fixture(scope="module")
-def task(images: CaptionedImages, tokenizers: dict[str, PreTrainedTokenizerBase]) -> TextTask:
+def task(images: CaptionedImages, tokenizers: Tokenizers) -> TextTask:
     return TextTask(Towers(SIZE, tokenizers, 32, 0), images, CPU, TextOptions(batch=24))
 
 
@@ -49,9 +50,9 @@ def test_captions_follow_their_images(images: CaptionedImages, pools: list[Pool]
     assert images.lengths.min() > 1
 
 
-def test_the_judge_agrees(task: TextTask, tokenizers: dict[str, PreTrainedTokenizerBase], tmp_path: Path) -> None:
-    save_judge(task.judge(), tokenizers["tokenizer_2"], 32, tmp_path)
-    judge = load_judge(tmp_path, CPU)
+def test_the_judge_agrees(task: TextTask, tokenizers: Tokenizers, tmp_path: Path) -> None:
+    save_feature_model(task.judge(), tokenizers["tokenizer_2"], 32, tmp_path)
+    judge = load_feature_model(tmp_path, CPU)
     texts = list(task.data.texts[:6])
     expected = task.towers.text_vector(1, task.data.ids[1][:6], task.data.lengths[:6], masked=True)
     assert torch.allclose(judge.text_features(texts), expected, atol=1e-5)
@@ -61,24 +62,9 @@ def test_the_judge_agrees(task: TextTask, tokenizers: dict[str, PreTrainedTokeni
     assert torch.allclose(judge.image_features(images), torch.nn.functional.normalize(features, dim=-1), atol=1e-5)
     assert judge.image_features(np.zeros((2, 40, 48, 3), np.uint8)).shape == (2, 32)
     assert type(AutoModel.from_pretrained(tmp_path)).__name__ == "VisionTextDualEncoderModel"
-
-
-def test_folders_that_are_not_judges_are_refused(
-    task: TextTask, tokenizers: dict[str, PreTrainedTokenizerBase], tmp_path: Path
-) -> None:
-    save_judge(task.judge(), tokenizers["tokenizer_2"], 32, tmp_path)
     (tmp_path / "preprocessor_config.json").write_text("{}")
     with pytest.raises(UserError, match="no size, image_mean and image_std"):
-        load_judge(tmp_path, CPU)
-
-
-def test_outputs_have_unit_scale(task: TextTask) -> None:
-    for model, ids in zip(task.encoders(), task.data.ids, strict=True):
-        scale_outputs(model, *encode(model, ids))
-        tokens, pooled = encode(model, ids)
-        assert tokens.square().mean().sqrt().item() == pytest.approx(1, abs=0.02)
-        if pooled is not None:
-            assert pooled.square().mean().sqrt().item() == pytest.approx(1, abs=0.02)
+        load_feature_model(tmp_path, CPU)
 
 
 # --- hand-computed values ----------------------------------------------------------------------
@@ -236,7 +222,7 @@ def test_retrieval_is_among_100_captions_of_all_encoders() -> None:
 
 
 @torch.no_grad()
-def test_t5_is_pooled_over_its_real_tokens(tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
+def test_t5_is_pooled_over_its_real_tokens(tokenizers: Tokenizers) -> None:
     towers = Towers(SIZE, tokenizers, 32, 0).eval()
     ids, lengths = torch.randint(3, 60, (3, 16), generator=torch.Generator().manual_seed(0)), torch.tensor([16, 5, 1])
     for masked in (True, False):
@@ -258,7 +244,7 @@ def test_t5_is_pooled_over_its_real_tokens(tokenizers: dict[str, PreTrainedToken
         assert torch.allclose(towers.text_vector(index, ids, lengths, True), expected, atol=1e-6)
 
 
-def test_temperatures_are_007_to_100(task: TextTask, tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
+def test_temperatures_are_007_to_100(task: TextTask, tokenizers: Tokenizers) -> None:
     assert task.judge().logit_scale.item() == pytest.approx(task.towers.scales[1].item())
     scales = task.towers.scales.data
     before = scales.clone()
@@ -270,13 +256,22 @@ def test_temperatures_are_007_to_100(task: TextTask, tokenizers: dict[str, PreTr
     assert Towers(SIZE, tokenizers, 32, 0).scales.exp().tolist() == pytest.approx([1 / 0.07] * 3)
 
 
+def test_encoders_are_copies_for_use(task: TextTask) -> None:
+    task.towers.train()
+    for model, trained in zip(task.encoders(), task.towers.text, strict=True):
+        assert (trained.training, model.training) == (True, False)
+        pairs = list(zip(model.parameters(), trained.parameters(), strict=True))
+        assert all(torch.equal(copied, weight) for copied, weight in pairs)
+        assert not any(copied is weight for copied, weight in pairs)
+
+
 def pool_of(ids: Sequence[int], held_out: int, height: int, width: int, captions: Sequence[Sequence[str]]) -> Pool:
     """Images whose grey is their id."""
     pixels = torch.tensor(ids, dtype=torch.uint8)[:, None, None, None].expand(len(ids), height, width, 3)
     return Pool(pixels, tuple(ids), tuple(map(tuple, captions)), held_out, "")
 
 
-def test_pools_are_joined_by_sample(tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
+def test_pools_are_joined_by_sample(tokenizers: Tokenizers) -> None:
     """Samples 2 and 3 are in both pools: the first counts, and so does what it holds out."""
     first = pool_of([1, 2, 3, 4], 2, 70, 100, [["one", "uno"], ["two"], ["three"], []])
     second = pool_of([5, 3, 2, 6, 7], 3, 96, 96, [["five"], ["3"], ["2"], ["six", "seis", "sechs"], ["seven"]])
@@ -296,7 +291,7 @@ def test_pools_are_joined_by_sample(tokenizers: dict[str, PreTrainedTokenizerBas
 
 @pytest.mark.parametrize(("sides", "side"), [((20, 200), 32), ((100, 90), 64), ((300, 200), 128)])
 def test_the_image_tower_sees_multiples_of_32_up_to_128(
-    tokenizers: dict[str, PreTrainedTokenizerBase], sides: tuple[int, int], side: int
+    tokenizers: Tokenizers, sides: tuple[int, int], side: int
 ) -> None:
     images = captioned_images([pool_of([1, 2], 0, *sides, [["a"], ["b"]])], tokenizers, CPU)
     assert images.pixels.shape == (2, side, side, 3)

@@ -12,15 +12,16 @@ from sd3_light.parts.tokenizers import learn_tokenizers
 SIZE = TextSize(96, 128, 256, 2, (8, 16, 32, 64), (1, 1, 1, 1))
 
 Encoders = tuple[CLIPTextModelWithProjection, CLIPTextModelWithProjection, T5EncoderModel]
+Tokenizers = dict[str, PreTrainedTokenizerBase]
 
 
 @pytest.fixture(scope="module")
-def tokenizers() -> dict[str, PreTrainedTokenizerBase]:
+def tokenizers() -> Tokenizers:
     return learn_tokenizers(["a red circle and a blue square", "一个红色的圆形"], 700)
 
 
 @pytest.fixture
-def encoders(tokenizers: dict[str, PreTrainedTokenizerBase]) -> Encoders:
+def encoders(tokenizers: Tokenizers) -> Encoders:
     return build_encoders(SIZE, tokenizers, 0)
 
 
@@ -29,7 +30,7 @@ def ids() -> torch.Tensor:
     return torch.randint(3, 100, (12, 16), generator=torch.Generator().manual_seed(0))
 
 
-def test_configs_and_weights_are_of_sd3(encoders: Encoders, tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
+def test_configs_and_weights_are_of_sd3(encoders: Encoders, tokenizers: Tokenizers) -> None:
     clip_l, clip_g, t5 = (model.config for model in encoders)
     first, second, third = tokenizers.values()
     for config, tokenizer, width, heads in ((clip_l, first, 96, 3), (clip_g, second, 128, 2)):
@@ -89,23 +90,17 @@ def test_t5_attends_to_real_tokens_only_if_lengths_are_given(encoders: Encoders,
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("index", [0, 1])
-def test_clip_outputs_are_scaled_whole_and_pooled_by_channel(encoders: Encoders, ids: torch.Tensor, index: int) -> None:
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_clips_tokens_are_scaled_whole_and_other_outputs_by_channel(
+    encoders: Encoders, ids: torch.Tensor, index: int
+) -> None:
     model = encoders[index]
     tokens, pooled = encode(model, ids)
-    assert pooled is not None
     scale_outputs(model, tokens, pooled)
     scaled, scaled_pooled = encode(model, ids)
-    assert scaled_pooled is not None
-    assert torch.allclose(scaled, tokens / tokens.square().mean().sqrt(), atol=1e-3)
-    assert torch.allclose(scaled_pooled, pooled / pooled.square().mean(0).sqrt(), atol=1e-3)
-
-
-@torch.no_grad()
-def test_t5_outputs_are_scaled_by_channel(encoders: Encoders, ids: torch.Tensor) -> None:
-    model = encoders[2]
-    tokens, pooled = encode(model, ids)
-    scale_outputs(model, tokens, pooled)
-    scaled, _ = encode(model, ids)
-    assert torch.allclose(scaled, tokens / tokens.square().mean((0, 1)).sqrt(), atol=1e-4)
-    assert torch.allclose(scaled.square().mean((0, 1)), torch.ones(256), atol=1e-4)
+    scale = tokens.square().mean((0, 1) if pooled is None else (0, 1, 2)).sqrt()
+    assert torch.allclose(scaled, tokens / scale, atol=1e-3)
+    assert torch.allclose(scaled.square().mean(), torch.ones(()), atol=1e-3)
+    assert (pooled is None) == (scaled_pooled is None) == (index == 2)
+    if pooled is not None:
+        assert torch.allclose(scaled_pooled, pooled / pooled.square().mean(0).sqrt(), atol=1e-3)

@@ -11,15 +11,15 @@ from typing import Any
 
 from PIL import Image
 
-from sd3_light.cache.manifest_writer import sort_units
+from sd3_light.cache.manifest_writer import sort_shards
 from sd3_light.config import DirectoryConfig
-from sd3_light.data.cache_plan import CachePlan, Unit, make_cache_plan
+from sd3_light.data.cache_plan import CachePlan, PlannedShard, make_cache_plan
 from sd3_light.sources.catalogue import Catalogue, InputRow, Listing, make_sources
 from sd3_light.sources.claims import Claims
 from sd3_light.sources.decode import SampleLocation
 from sd3_light.sources.records import FileBytes
 
-RECIPE = {"t5_max_length": 16, "vae": "abc"}
+IDENTITY = {"t5_max_length": 16, "vae": "abc"}
 COUNT = 30
 FORK = multiprocessing.get_context("fork")
 _times = itertools.count(10**18, 10**9)
@@ -93,7 +93,7 @@ def parts_of(cache: Path) -> set[str]:
 def plan_for(
     cache: Path,
     directories: Sequence[DirectoryConfig] | Path,
-    recipe: dict[str, Any] = RECIPE,
+    identity: dict[str, Any] = IDENTITY,
     size: int = 8,
     workers: int = 0,
 ) -> CachePlan:
@@ -102,17 +102,17 @@ def plan_for(
         directories = [directory(directories)]
     with open_catalogue(cache, *directories) as (catalogue, listings):
         catalogue.probe_images(listings, workers, ignore)
-        return make_cache_plan(catalogue, listings, recipe, size)
+        return make_cache_plan(catalogue, listings, identity, size)
 
 
-def unit_files(plan: CachePlan) -> list[str]:
-    return [unit.file for unit in sort_units(plan.units)]
+def shard_files(plan: CachePlan) -> list[str]:
+    return [shard.file for shard in sort_shards(plan.shards)]
 
 
-def sample_names(plan: CachePlan, unit: Unit) -> list[str]:
-    return [member.row.key.rsplit("/", 1)[1] for member in plan.members(unit)]
+def sample_names(plan: CachePlan, shard: PlannedShard) -> list[str]:
+    return [member.row.key.rsplit("/", 1)[1] for member in plan.members(shard)]
 
 
-def unit_of(plan: CachePlan, name: str) -> str:
-    (file,) = (unit.file for unit in plan.units if name in sample_names(plan, unit))
+def shard_of(plan: CachePlan, name: str) -> str:
+    (file,) = (shard.file for shard in plan.shards if name in sample_names(plan, shard))
     return file

@@ -2,7 +2,6 @@
 
 import io
 import json
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from sd3_light.sources.records import FileBytes
 from sd3_light.sources.signature import signature
 from sd3_light.sources.video import count_frames, has_av, is_video, open_still, probe_video
 from tests.unit.sources.catalogues import directory, list_and_probe, plan_for
+from tests.unit.sources.inputs import png, write_tar
 from tests.unit.sources.videos import encode, encode_gif, numbered, numbers
 
 pytestmark = pytest.mark.skipif(not has_av(), reason="PyAV (av) is not installed")
@@ -36,12 +36,6 @@ def write(folder: Path, **files: bytes) -> Path:
         path.write_bytes(data)
         path.with_suffix(".txt").write_text(f"a caption of {name}", encoding="utf-8")
     return folder
-
-
-def png(size: tuple[int, int] = (64, 64), colour: int = 9) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", size, (colour, 0, 0)).save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 @pytest.fixture
@@ -96,28 +90,28 @@ def test_the_longest_clip_that_a_video_has(frames: int, lengths: tuple[int, ...]
     assert [bucket.frames for _, bucket, _ in fits(64, 64, keys, frames)] == ([expected] if expected else [])
 
 
-def test_a_plan_has_a_unit_per_length(clips: Path, cache: Path) -> None:
+def test_a_plan_has_a_shard_per_length(clips: Path, cache: Path) -> None:
     (resolved,) = with_clip_lengths(DatasetConfig(clips, cache, (directory(clips, frames=17),)), 4).directories
     assert resolved.clip_lengths == (5, 9, 13, 17)
     plan = plan_for(cache, [resolved])
-    units = {str(unit.bucket): [member.row.key[-5:] for member in plan.members(unit)] for unit in plan.units}
-    assert units == {"64x64x17": ["a.mp4"], "64x64x5": [".webm"], "64x64x9": ["c.gif"], "64x64": ["d.png", "e.gif"]}
+    planned = {str(shard.bucket): [member.row.key[-5:] for member in plan.members(shard)] for shard in plan.shards}
+    assert planned == {"64x64x17": ["a.mp4"], "64x64x5": [".webm"], "64x64x9": ["c.gif"], "64x64": ["d.png", "e.gif"]}
     reasons = {row.key[-5:]: (row.reason, row.detail) for row in plan.rejected()}
     assert reasons["f.mp4"] == ("too_short", "64x32, 3 frames")
     assert reasons["g.mp4"][0] == "broken_video"
-    for unit in plan.units:
-        tasks = [decode_task(member, plan.source(unit).root) for member in plan.members(unit)]
+    for shard in plan.shards:
+        tasks = [decode_task(member, plan.source(shard).root) for member in plan.members(shard)]
         for decoded in decode_images(tasks):
             assert decoded.pixels is not None
-            frames = unit.bucket.frames
+            frames = shard.bucket.frames
             assert decoded.pixels.shape == ((frames, 64, 64, 3) if frames > 1 else (64, 64, 3))
             if frames > 1:
                 assert numbers(decoded.pixels) == list(range(frames)), "the first frames"
 
 
-def test_units_of_long_clips_are_smaller(tmp_path: Path, cache: Path) -> None:
+def test_shards_of_long_clips_are_smaller(tmp_path: Path, cache: Path) -> None:
     folder = write(tmp_path / "clips", **{f"{n}_mp4": encode(numbered(5 + n, (64, 32)), 16) for n in range(8)})
-    assert [unit.count for unit in plan_for(cache, [directory(folder, frames=[5])], size=8).units] == [1] * 8
+    assert [shard.count for shard in plan_for(cache, [directory(folder, frames=[5])], size=8).shards] == [1] * 8
 
 
 def test_damage_behind_the_first_frame_is_a_reject(tmp_path: Path, cache: Path) -> None:
@@ -127,8 +121,8 @@ def test_damage_behind_the_first_frame_is_a_reject(tmp_path: Path, cache: Path) 
     damaged = data[:middle] + bytes(len(data) // 10) + data[middle + len(data) // 10 :]
     folder = write(tmp_path / "clips", a_mp4=damaged)
     plan = plan_for(cache, [directory(folder, frames=[57])])
-    (unit,) = plan.units
-    (result,) = decode_images([decode_task(plan.members(unit)[0], folder)])
+    (shard,) = plan.shards
+    (result,) = decode_images([decode_task(plan.members(shard)[0], folder)])
     assert (result.pixels, result.reason) == (None, "broken_video")
 
 
@@ -139,8 +133,8 @@ def test_the_mask_of_a_clip(clips: Path, cache: Path, tmp_path: Path) -> None:
     halves[:, :32] = 255
     Image.fromarray(halves).save(masks / "a.png")
     plan = plan_for(cache, [directory(clips, frames=[5], mask_path=masks)])
-    unit = next(unit for unit in plan.units if unit.bucket.frames == 5)
-    (result,) = decode_images([decode_task(plan.members(unit)[0], clips)])
+    shard = next(shard for shard in plan.shards if shard.bucket.frames == 5)
+    (result,) = decode_images([decode_task(plan.members(shard)[0], clips)])
     assert result.mask is not None
     assert result.mask.shape == (8, 8)
 
@@ -155,12 +149,8 @@ def test_without_frames_videos_are_not_read(clips: Path, cache: Path) -> None:
 
 
 def test_a_video_of_a_tar_comes_before_its_preview(tmp_path: Path, cache: Path) -> None:
-    path = tmp_path / "clips.tar"
-    with tarfile.open(path, "w") as tar:
-        for name, data in (("a.jpg", png()), ("a.mp4", encode(numbered(9))), ("a.json", b'{"caption": "a stripe"}')):
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            tar.addfile(member, io.BytesIO(data))
+    members = [("a.jpg", png()), ("a.mp4", encode(numbered(9))), ("a.json", b'{"caption": "a stripe"}')]
+    path = write_tar(tmp_path / "clips.tar", members)
     (row,) = list_and_probe(cache, directory(path, frames=5)).values()
     assert (row.frames, json.loads(row.image)[0]) == (9, "")
     (other,) = list_and_probe(tmp_path / "other", directory(path)).values()

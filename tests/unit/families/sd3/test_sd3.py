@@ -15,10 +15,9 @@ from sd3_light.config import SIZES, ModelConfig
 from sd3_light.core.batch import Batch
 from sd3_light.core.registry import family_named, starting_weights
 from sd3_light.encoding.vae import LatentScale
-from sd3_light.families.sd3.image_draws import draw_corners, draw_kept
+from sd3_light.families.sd3.draws import draw_corners, draw_drops, draw_kept
 from sd3_light.families.sd3.prepare import InputPreparer, LightSD3Pipeline
 from sd3_light.families.sd3.random_weights import new_transformer
-from sd3_light.families.sd3.text_dropout import draw_drops
 from sd3_light.flow.timesteps import quantile_to_time, resolution_shift, shift_time
 from sd3_light.randomness import occurrence_words
 
@@ -261,15 +260,6 @@ def join_manually(
     if not drop[2]:
         prompt[num_clip:] = own["t5"]
     return prompt, pooled
-
-
-@pytest.mark.parametrize("pieces", [2, 3])
-def test_split_batches_are_cut_to_their_longest_real_sample(model: Model, real_batch: MakeBatch, pieces: int) -> None:
-    prepared = preparer(model, text_tokens="real").prepare_inputs(real_batch(range(6)))
-    size = 6 // pieces
-    for number, part in enumerate(prepared.split(pieces)):
-        assert part["prompt"].shape[1] == int(part.host["prompt.length"].max())
-        assert all(same(real_row(part, at), real_row(prepared, number * size + at)) for at in range(size))
 
 
 def test_evaluation_is_the_same_in_every_epoch(model: Model, batch: MakeBatch) -> None:
