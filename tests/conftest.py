@@ -48,13 +48,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture
-def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exports are not loaded again and compared, which takes seconds."""
-    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
-    monkeypatch.setattr("sd3_light.export.adapter_folder.prove_adapter", lambda *_: {})
-
-
 @pytest.fixture(autouse=True, scope="module")
 def _quick_garbage_collections() -> None:
     """Leave out, too, what was imported and cached since: every cache and every run collects garbage a few times."""
