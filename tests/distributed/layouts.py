@@ -197,18 +197,19 @@ def marked_loss(predicted: torch.Tensor, target: torch.Tensor, *more: Any) -> to
 
 
 def patch() -> None:
-    """Patch training: skip the proof of exports, inject bad batches, compare loaded state with its checkpoint bit for
+    """Patch training: skip the proofs of exports, inject bad batches, compare loaded state with its checkpoint bit for
     bit, and record the memory held at the end."""
     from sd3_light.checkpoint.progress import track_kind
     from sd3_light.data.loader import PipelineDataLoader
-    from sd3_light.export import diffusers_folder as folder
+    from sd3_light.export import adapter_folder, diffusers_folder
     from sd3_light.flow import objectives
     from sd3_light.train import verb as train
 
     steps = PipelineDataLoader.steps
     PipelineDataLoader.steps = lambda self: (poison(step) for step in steps(self))  # type: ignore
     objectives.flow_loss = marked_loss
-    folder.prove = lambda *_: {}  # type: ignore[assignment]
+    diffusers_folder.prove = lambda *_: {}  # type: ignore[assignment]
+    adapter_folder.prove_adapter = lambda *_: {}  # type: ignore[assignment]
     load = train.load_checkpoint
 
     def load_and_check(saved: Any, engine: Any, averages: Any, *more: Any) -> Any:
