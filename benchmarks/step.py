@@ -48,7 +48,7 @@ from sd3_light.families.sd3.fast.block import BlockOptions
 from sd3_light.families.sd3.fast.forward import FastDenoiser
 from sd3_light.families.sd3.fast.fp8 import E4M3, Fp8Rows, Fp8Weight
 from sd3_light.families.sd3.fast.operations import operations
-from sd3_light.families.sd3.fast.row_plan import RowPlan, make_plan
+from sd3_light.families.sd3.fast.row_layout import RowLayout, make_layout
 from sd3_light.families.sd3.fast.self_check import KernelShape, check_kernels
 from sd3_light.families.sd3.layers import unpatchify
 from sd3_light.flow.objective import flow_loss
@@ -409,9 +409,9 @@ def run_here(names: Sequence[str], args: argparse.Namespace) -> None:
 # --- tiles -------------------------------------------------------------------------------------
 
 
-def call_of(kernel: str, plan: RowPlan) -> tuple[str, tuple[Any, ...]]:
+def call_of(kernel: str, layout: RowLayout) -> tuple[str, tuple[Any, ...]]:
     """Return the operation that uses a kernel, and its arguments."""
-    rows = plan.image
+    rows = layout.image
     device = rows.sample_index.device
     form = "both" if kernel.endswith("fp8") else "plain"
 
@@ -424,7 +424,7 @@ def call_of(kernel: str, plan: RowPlan) -> tuple[str, tuple[Any, ...]]:
     shift, scale, gate = normal(rows.samples, 5 * WIDTH).chunk(5, dim=1)[:3]
     pending = (x(), torch.randn(WIDTH, device=device), gate)
     norms = (torch.rand(WIDTH // HEADS, device=device) + 0.5, torch.rand(WIDTH // HEADS, device=device))
-    joined = tuple(normal(plan.capacity, HEADS, WIDTH // HEADS) for _ in range(3))
+    joined = tuple(normal(layout.capacity, HEADS, WIDTH // HEADS) for _ in range(3))
     match kernel.removesuffix("_fp8"):
         case "norm":
             return "residual_norm", (x(), pending, scale, shift, rows, form)
@@ -435,8 +435,8 @@ def call_of(kernel: str, plan: RowPlan) -> tuple[str, tuple[Any, ...]]:
         case "gelu_backward":
             return "gelu_backward", (x(4), x(4), False, form)
         case "join":
-            streams = (x(3), normal(plan.text.count, 3 * WIDTH))
-            return "join", (streams, (norms, norms), HEADS, plan)
+            streams = (x(3), normal(layout.text.count, 3 * WIDTH))
+            return "join", (streams, (norms, norms), HEADS, layout)
         case "join_backward":
             return "join_backward", (joined, x(3), norms, HEADS, rows, form)
         case "copy":
@@ -463,10 +463,10 @@ def tune(batch: int) -> dict[str, Any]:
 
     from sd3_light.families.sd3.fast import kernels
 
-    plan = make_plan(batch, NUM_IMAGE, NUM_TEXT, None, torch.device("cuda"))
+    layout = make_layout(batch, NUM_IMAGE, NUM_TEXT, None, torch.device("cuda"))
     best: dict[str, Any] = {}
     for kernel, choices in CANDIDATES.items():
-        operation, arguments = call_of(kernel, plan)
+        operation, arguments = call_of(kernel, layout)
         function = getattr(kernels, operation)
         times = []
         for values in itertools.product(*choices.values()):
@@ -484,7 +484,7 @@ def tune(batch: int) -> dict[str, Any]:
             times.sort(key=lambda entry: entry[0])
             milliseconds, best[kernel] = times[0]
             kernels.TUNING[kernel] = best[kernel]
-            rate = MOVES[kernel] * plan.image.count * WIDTH * 2 / milliseconds / 1e9
+            rate = MOVES[kernel] * layout.image.count * WIDTH * 2 / milliseconds / 1e9
             others = ", ".join(f"{ms:.3f} {'/'.join(map(str, tile.values()))}" for ms, tile in times)
             print(f"{kernel:18} {milliseconds:.3f} ms, {rate:.2f} TB/s: {best[kernel]}; all: {others}", flush=True)
     return best

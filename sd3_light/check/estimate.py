@@ -336,7 +336,7 @@ class Estimator:
             **self.step(order, self.cost.tokens(bucket), micro_batch),
             prepared=batch_bytes(prepared, micro_batch, masked),
             latents=latent_bytes(prepared, micro_batch, masked),
-            read=micro_batch * sample_bytes(columns, mask=masked).value,
+            read=micro_batch * sample_bytes(columns, masked),
         )
 
     def step(self, order: BucketOrder, tokens: Tokens, micro_batch: int) -> dict[str, Any]:

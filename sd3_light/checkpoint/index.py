@@ -6,7 +6,9 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field, TypeAdapter
 
 from sd3_light.config.faults import UserError
 from sd3_light.inputs import INDEX_BYTES, is_inner_path, read_json_file
@@ -15,11 +17,14 @@ FORMAT = 2
 INDEX = "index.json"
 
 
+Count = Annotated[int, Field(strict=True, ge=0)]
+
+
 class Range(NamedTuple):
     """Elements ``start`` to ``start + length`` of a flat tensor: their file and the hash of their bytes."""
 
-    start: int
-    length: int
+    start: Count
+    length: Count
     file: str
     sha256: str
 
@@ -28,7 +33,7 @@ class Range(NamedTuple):
 class IndexEntry:
     """One tensor: its shape, its dtype in safetensors spelling, and its ranges in order."""
 
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
     dtype: str
     ranges: tuple[Range, ...]
 
@@ -49,6 +54,9 @@ class IndexEntry:
         if position < self.count:
             return f"elements {position} to {self.count - 1} are missing"
         return None if position == self.count else f"it has {self.count} elements but {position} are stored"
+
+
+_ENTRY = TypeAdapter(IndexEntry)
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,7 @@ def read_index(folder: Path) -> Index:
         raise damaged(folder, INDEX, "wrong hash")
     try:
         _require_files(content["files"])
-        tensors = {name: _entry(fields) for name, fields in content["tensors"].items()}
+        tensors = {name: _ENTRY.validate_python(fields) for name, fields in content["tensors"].items()}
         return Index(dict(content["facts"]), tensors, content["files"])
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise damaged(folder, INDEX, f"not an index: {error!r:.80}") from error
@@ -101,7 +109,7 @@ def merge_entries(parts: Iterable[Mapping[str, Any]]) -> dict[str, IndexEntry]:
     ranges: dict[str, list[Range]] = {}
     for tensors in parts:
         for name, fields in tensors.items():
-            part = _entry(fields)
+            part = _ENTRY.validate_python(fields)
             shape, dtype = kinds.setdefault(name, (part.shape, part.dtype))
             if (shape, dtype) != (part.shape, part.dtype):
                 raise UserError(
@@ -154,16 +162,6 @@ def _require_files(files: Any) -> None:
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 0
-
-
-def _entry(fields: Mapping[str, Any]) -> IndexEntry:
-    ranges = tuple(Range(*values) for values in fields["ranges"])
-    entry = IndexEntry(tuple(fields["shape"]), fields["dtype"], ranges)
-    numbers = (*entry.shape, *(number for part in ranges for number in (part.start, part.length)))
-    texts = (entry.dtype, *(text for part in ranges for text in (part.file, part.sha256)))
-    if not all(map(_is_count, numbers)) or not all(isinstance(text, str) for text in texts):
-        raise ValueError("a tensor has wrong types")
-    return entry
 
 
 def _digest(content: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ from sd3_light.core.columns import TEACHER, Column
 from sd3_light.encoding.batching import image_batches
 from sd3_light.encoding.half_vae import load_encoding_vae, resolve_vae_dtype
 from sd3_light.encoding.host_copies import AsyncHostCopies
-from sd3_light.encoding.residence import ResidentModules, all_fit, free_memory, weight_bytes
+from sd3_light.encoding.placement import PlacedModules, all_fit, free_memory, weight_bytes
 from sd3_light.encoding.teacher import VisionTeacher, quantised
 from sd3_light.encoding.vae import decode_moments, raw_moments
 from sd3_light.model.device_copy import to_device
@@ -51,7 +51,7 @@ class ImageEncoders(ABC):
         self._text_dtype = getattr(torch, model.dtype) if device.type == "cuda" else torch.float32
         self._one_at_a_time = one_at_a_time
         self._teacher = model.teacher_path
-        self._modules: ResidentModules | None = None
+        self._modules: PlacedModules | None = None
         self._copies = AsyncHostCopies(device)
 
     @property
@@ -80,7 +80,7 @@ class ImageEncoders(ABC):
         return resolve_vae_dtype(self._model.vae_dtype, self.path, self.device)
 
     def part(self, name: str) -> Any:
-        """Return the module ``vae`` or a text encoder on the device, valid as in `ResidentModules.get`."""
+        """Return the module ``vae`` or a text encoder on the device, valid as in `PlacedModules.get`."""
         if self._modules is None:
             texts = self._text_loaders()
             loaders = dict(texts)
@@ -88,7 +88,7 @@ class ImageEncoders(ABC):
             loaders["vae"] = lambda device: load_encoding_vae(self.path, device, self.vae_dtype)
             if (folder := self._teacher) is not None:
                 loaders[TEACHER] = lambda device: VisionTeacher(folder).to(device)
-            self._modules = ResidentModules(loaders, self.device, self.one_at_a_time, by_layer=texts.keys())
+            self._modules = PlacedModules(loaders, self.device, self.one_at_a_time, by_layer=texts.keys())
         return self._modules.get(name)
 
     def encode_images(self, pixels: NDArray[np.uint8] | Tensor, flip: bool) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from common.hard.captions import hard_captions, parse_hard_caption
+from common.hard.captions import ZH_HARD_WORDS, hard_captions, parse_hard_caption
 from common.hard.rendering import place_hard_objects
 from common.hard.scene import (
     DEPTH_RELATIONS,
@@ -17,6 +17,7 @@ from common.hard.scene import (
 )
 
 from sd3_light.config.faults import UserError
+from sd3_light.parts.tokenizers import learn_tokenizers
 from sd3_light.world.scene import HELD_OUT_PAIRS
 
 
@@ -55,6 +56,8 @@ def test_every_scene_has_its_own_natural_caption() -> None:
     behind = HardScene((Group("cross", "blue", size="large"), Group("ring", "cyan")), "black", "in front of")
     assert hard_captions(behind)["en"] == "a large blue cross in front of a cyan ring on a black background"
     assert hard_captions(behind)["zh"] == "黑色背景上，一个大的蓝色十字形在一个青色圆环的前面"
+    tokenizers = learn_tokenizers(sorted(captions), 8192, ZH_HARD_WORDS)
+    assert tokenizers["tokenizer"].model_max_length == 24, "as common/world.py expects"
     with pytest.raises(UserError, match="write it as 'two small striped red circles"):
         parse_hard_caption("a dog on a white background")
     first, second = Group("circle", "red"), Group("star", "blue")

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -50,17 +51,17 @@ def test_copies_of_all_dtypes_do_not_overlap(monkeypatch: pytest.MonkeyPatch) ->
         assert {part.values.dtype for part in parts} == {tensor.dtype}
 
 
-@pytest.mark.parametrize("uses_gpu", [False, True])
-def test_blocks_are_pinned_if_the_process_uses_a_gpu(uses_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_pinned_if_the_process_uses_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if the first piece is on the host: a counter shares its block with GPU weights."""
     pinned: list[bool] = []
     empty = torch.empty
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: uses_gpu)
     monkeypatch.setattr(
         torch, "empty", lambda *size, pin_memory, **options: (pinned.append(pin_memory), empty(*size, **options))[1]
     )
-    HostBuffers().copy([TensorPiece("step/w", torch.tensor([3.0]), 0, ())])
-    assert pinned == [uses_gpu]
+    for uses_gpu in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda uses_gpu=uses_gpu: uses_gpu)
+        HostBuffers().copy([TensorPiece("step/w", torch.tensor([3.0]), 0, ())])
+    assert pinned == [False, True]
 
 
 def test_blocks_are_reused_and_surplus_blocks_freed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +96,7 @@ def test_jobs_run_in_order_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     assert worker.wait() == worker.poll() == []
 
 
-def test_an_error_belongs_to_its_job_and_idle_means_that_all_are_finished() -> None:
+def test_an_error_belongs_to_its_job_and_idle_and_close_wait_for_all() -> None:
     worker = BackgroundWorker()
     worker.submit("bad", lambda: 1 // 0)
     worker.submit("good", lambda: 7)
@@ -109,9 +110,6 @@ def test_an_error_belongs_to_its_job_and_idle_means_that_all_are_finished() -> N
     gate.set()
     assert worker.is_idle(HANG_SECONDS)
     assert [job.name for job in worker.poll()] == ["held"]
-
-
-def test_close_waits_and_keeps_the_results() -> None:
     worker = BackgroundWorker("closing")
     gate = threading.Event()
     worker.submit("slow", lambda: gate.wait(HANG_SECONDS))
@@ -170,13 +168,19 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.M
     keeper.close()
 
 
-def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+def test_only_the_newest_checkpoints_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keeper = CheckpointKeeper(tmp_path, 0, keep_last=2)
     for step in range(1, 5):
         keeper.save(step, pieces(step), {})
-    keeper.close()
-    assert [result.step for result in keeper.poll()] == [1, 2, 3, 4]
+    assert [result.step for result in keeper.wait()] == [1, 2, 3, 4]
     assert sorted(path.name for path in tmp_path.iterdir()) == [checkpoint_name(3), checkpoint_name(4)]
+    # a failed deletion does not fail the save
+    busy = Mock(side_effect=OSError(16, "Device or resource busy", "step-00000001"))
+    monkeypatch.setattr(background, "keep_newest", busy)
+    keeper.save(5, pieces(1), {})
+    (saved,) = keeper.wait()
+    assert isinstance(saved, CheckpointSaved)
+    assert saved.warning == f"older checkpoints in {tmp_path} cannot be deleted: Device or resource busy: step-00000001"
 
 
 def test_a_failed_save_is_reported_and_the_next_works(tmp_path: Path, limit_file_size: Callable[[int], None]) -> None:
@@ -196,19 +200,6 @@ def test_a_failed_save_is_reported_and_the_next_works(tmp_path: Path, limit_file
     (saved,) = keeper.wait()
     assert isinstance(saved, CheckpointSaved)
     assert open_checkpoint(saved.path).tensor("step/w") == 2
-
-
-def test_a_failed_deletion_does_not_fail_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keeper = CheckpointKeeper(tmp_path, 0, keep_last=1)
-
-    def fail(*_: Any) -> None:
-        raise OSError(16, "Device or resource busy", "step-00000001")
-
-    monkeypatch.setattr(background, "keep_newest", fail)
-    keeper.save(1, pieces(1), {})
-    (saved,) = keeper.wait()
-    assert isinstance(saved, CheckpointSaved)
-    assert saved.warning == f"older checkpoints in {tmp_path} cannot be deleted: Device or resource busy: step-00000001"
 
 
 def test_a_bug_is_raised_in_the_callers_thread(tmp_path: Path) -> None:

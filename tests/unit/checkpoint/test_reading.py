@@ -62,12 +62,6 @@ def test_every_dtype_round_trips_bit_for_bit(tmp_path: Path) -> None:
         assert loaded.view(-1).view(torch.uint8).equal(tensor.reshape(-1).view(torch.uint8)), name
 
 
-def test_names_of_a_kind(saved: Path) -> None:
-    checkpoint = open_checkpoint(saved)
-    assert (checkpoint.names("param"), checkpoint.names("exp_avg"), checkpoint.names("exp")) == (["w"], ["w"], [])
-    assert checkpoint.facts == {"words": "größer"}
-
-
 def test_the_safetensors_library_reads_the_files(tmp_path: Path, write_ranks: Writer) -> None:
     full = torch.arange(15.0).view(3, 5)
     small = torch.tensor([1, 2, 3], dtype=torch.uint8)
@@ -146,6 +140,7 @@ def test_pieces_and_replicas_are_filled_in_their_own_dtype(saved: Path) -> None:
 
 def test_a_missing_tensor_and_a_wrong_shape_are_reported(saved: Path) -> None:
     checkpoint, target = open_checkpoint(saved), torch.zeros(15)
+    assert (checkpoint.names("param"), checkpoint.names("exp_avg"), checkpoint.names("exp")) == (["w"], ["w"], [])
     good = TensorPiece("param/w", target, 0, (3, 5))
     with pytest.raises(UserError, match=rf"checkpoint {saved} has no tensor param/v; "):
         checkpoint.load_into([replace(good, name="param/v")])
@@ -215,16 +210,13 @@ def test_truncated_and_missing_files_are_reported(saved: Path) -> None:
         checkpoint.tensor("exp_avg/w")
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"7", b'{"format": "\xff"}', b"\x00\x00"])
-def test_an_invalid_index_is_a_user_error(saved: Path, content: bytes) -> None:
-    (saved / INDEX).write_bytes(content)
-    with pytest.raises(UserError, match=rf"{saved} (is not a complete checkpoint|has format None)"):
-        open_checkpoint(saved)
-
-
-def test_other_formats_are_reported(saved: Path, tmp_path: Path) -> None:
+def test_other_formats_and_invalid_indices_are_reported(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nowhere is not a complete checkpoint \(index.json: No such file"):
         open_checkpoint(tmp_path / "nowhere")
+    for content in (b"", b"{", b"[]", b"7", b'{"format": "\xff"}', b"\x00\x00"):
+        (saved / INDEX).write_bytes(content)
+        with pytest.raises(UserError, match=rf"{saved} (is not a complete checkpoint|has format None)"):
+            open_checkpoint(saved)
     (saved / INDEX).write_text(json.dumps({"format": 99}))
     with pytest.raises(UserError, match="has format 99, this version reads 2"):
         open_checkpoint(saved)

@@ -8,7 +8,6 @@ import pytest
 
 from sd3_light.checkpoint import requests as requests_module
 from sd3_light.checkpoint.requests import NUM_FLAGS, RunRequests
-from sd3_light.engines.processes import SharedFlags
 
 
 @pytest.fixture
@@ -23,35 +22,20 @@ def poll(requests: RunRequests) -> tuple[bool, bool]:
     return requests.save, requests.quit
 
 
-def make(folder: Path | None = None, minutes: float | None = None) -> RunRequests:
-    return RunRequests(folder, minutes)
-
-
-def test_the_file_save_quit_saves_and_stops(tmp_path: Path, clock: list[float]) -> None:
-    requests = make(tmp_path)
-    (tmp_path / "save_quit").touch()
-    clock[0] += 2
-    assert poll(requests) == (True, True)
-    assert requests.reason == "save_quit"
-    assert list(tmp_path.iterdir()) == [], "a resumed run must not stop at once"
-
-
 def test_a_planned_stop_saves_and_is_not_an_interruption() -> None:
-    requests = make()
+    requests = RunRequests()
     requests.stop("no gain")
     assert poll(requests) == (True, True)
     assert requests.reason == "no gain"
     assert not requests.is_interrupted
-    signalled = make()
+    signalled = RunRequests()
     signalled.signal = "SIGTERM"
     signalled.poll()
     assert signalled.is_interrupted
 
 
-def test_the_file_save_requests_one_checkpoint_and_is_not_checked_at_every_step(
-    tmp_path: Path, clock: list[float]
-) -> None:
-    requests = make(tmp_path)
+def test_a_file_requests_once_and_is_not_checked_at_every_step(tmp_path: Path, clock: list[float]) -> None:
+    requests = RunRequests(tmp_path)
     (tmp_path / "save").touch()
     assert poll(requests) == (False, False)
     clock[0] += 1.5
@@ -60,10 +44,15 @@ def test_the_file_save_requests_one_checkpoint_and_is_not_checked_at_every_step(
     clock[0] += 2
     assert poll(requests) == (False, False)
     assert requests.reason is None
+    (tmp_path / "save_quit").touch()
+    clock[0] += 2
+    assert poll(requests) == (True, True)
+    assert requests.reason == "save_quit"
+    assert list(tmp_path.iterdir()) == [], "a resumed run must not stop at once"
 
 
 def test_a_checkpoint_is_requested_when_the_last_one_is_old(tmp_path: Path, clock: list[float]) -> None:
-    requests = make(tmp_path, minutes=2)
+    requests = RunRequests(tmp_path, minutes=2)
     saved_at = []
     for second in range(45, 451, 45):
         clock[0] = 1000.0 + second
@@ -71,28 +60,18 @@ def test_a_checkpoint_is_requested_when_the_last_one_is_old(tmp_path: Path, cloc
             saved_at.append(second)
             requests.checkpoint_saved()
     assert saved_at == [135, 270, 405]
-
-
-def test_only_the_main_rank_checks_clock_and_files(clock: list[float]) -> None:
-    requests = make(None, minutes=1)
+    other_rank = RunRequests(None, minutes=1)
     clock[0] += 600
-    assert poll(requests) == (False, False)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_stops_after_the_step(number: signal.Signals) -> None:
-    requests = make()
-    with requests.handling_signals():
-        os.kill(os.getpid(), number)
-        assert poll(requests) == (True, True)
-        assert requests.reason == signal.Signals(number).name
+    assert poll(other_rank) == (False, False), "only the main rank checks clock and files"
 
 
 def test_a_second_interrupt_is_ignored_at_first_and_raised_later(clock: list[float]) -> None:
     """Launchers forward the first Ctrl-C, so the second one at once is theirs."""
-    requests = make()
+    requests = RunRequests()
     with requests.handling_signals():
         os.kill(os.getpid(), signal.SIGINT)
+        assert poll(requests) == (True, True)
+        assert requests.reason == "SIGINT"
         os.kill(os.getpid(), signal.SIGINT)
         clock[0] += 10
         with pytest.raises(KeyboardInterrupt):
@@ -100,21 +79,13 @@ def test_a_second_interrupt_is_ignored_at_first_and_raised_later(clock: list[flo
         assert requests.signal == "SIGINT"
 
 
-class DelayedFlags(SharedFlags):
-    """Answers one call later, as with several ranks."""
-
-    def __init__(self) -> None:
-        super().__init__(None, NUM_FLAGS)
-        self.previous: tuple[bool, ...] = (False,) * NUM_FLAGS
-
-    def exchange(self, flags: tuple[bool, ...]) -> tuple[bool, ...]:
-        answer, self.previous = self.previous, flags
-        return answer
-
-
-def test_the_clock_requests_one_checkpoint_though_the_answer_is_late(tmp_path: Path, clock: list[float]) -> None:
+def test_the_clock_requests_one_checkpoint_though_the_answer_is_late(
+    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With several ranks the flags are those of the previous call."""
     requests = RunRequests(tmp_path, 1)
-    requests.flags = DelayedFlags()
+    sent: list[tuple[bool, ...]] = [(False,) * NUM_FLAGS]
+    monkeypatch.setattr(requests.flags, "exchange", lambda flags: sent.append(flags) or sent[-2])
     saved_at = []
     for step in range(1, 16):
         clock[0] += 10.0
@@ -124,34 +95,30 @@ def test_the_clock_requests_one_checkpoint_though_the_answer_is_late(tmp_path: P
     assert saved_at == [7, 14]
 
 
-def test_every_rank_distinguishes_a_file_from_a_signal(tmp_path: Path, clock: list[float]) -> None:
-    """A rank that sees neither must exit with the same code as the others."""
-
-    class FixedFlags(SharedFlags):
-        def __init__(self, answer: tuple[bool, ...]) -> None:
-            super().__init__(None, NUM_FLAGS)
-            self.answer = answer
-
-        def exchange(self, flags: tuple[bool, ...]) -> tuple[bool, ...]:
-            return self.answer
-
-    for answer, reason in (
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
         ((False, True, False, False), "save_quit"),
         ((False, False, True, False), "another process was asked to stop"),
         ((False, True, True, False), "save_quit"),
         ((False, False, True, True), "another process has failed"),
-    ):
-        requests = RunRequests()
-        requests.flags = FixedFlags(answer)
-        assert poll(requests) == (True, True)
-        assert requests.reason == reason
+    ],
+)
+def test_every_rank_distinguishes_a_file_from_a_signal(
+    answer: tuple[bool, ...], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that sees neither must exit with the same code as the others."""
+    requests = RunRequests()
+    monkeypatch.setattr(requests.flags, "exchange", lambda flags: answer)
+    assert poll(requests) == (True, True)
+    assert requests.reason == reason
 
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_signals_after_a_stop_change_nothing(asked: bool) -> None:
     """A scheduler may send SIGTERM again while the process exits; a finished run restores the handlers."""
     before = [signal.getsignal(number) for number in requests_module.SIGNALS]
-    requests = make()
+    requests = RunRequests()
     with requests.handling_signals():
         if asked:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -161,3 +128,11 @@ def test_signals_after_a_stop_change_nothing(asked: bool) -> None:
         for number in requests_module.SIGNALS:
             os.kill(os.getpid(), number)
         assert requests.reason == "SIGTERM"
+
+
+def test_a_lost_worker_ends_several_ranks_together() -> None:
+    """One rank alone raises the error at once."""
+    requests = RunRequests()
+    assert requests.on_lost_worker is None
+    requests.flags.group = object()  # type: ignore[assignment]
+    assert requests.on_lost_worker == requests.fail

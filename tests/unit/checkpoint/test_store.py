@@ -4,8 +4,10 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -123,12 +125,11 @@ def test_empty_tensors_are_stored_and_empty_pieces_ignored(tmp_path: Path, write
     assert {name: list(tensor.shape) for name, tensor in stored.items()} == {"param/nothing": [0, 3], "param/w": [16]}
 
 
-@pytest.mark.parametrize(
-    "other", [TensorPiece("param/w", VALUES[8:], 8, (16,)), TensorPiece("param/w", VALUES[8:].half(), 8, (4, 4))]
-)
-def test_ranks_that_disagree_are_reported(tmp_path: Path, write_ranks: Writer, other: TensorPiece) -> None:
-    with pytest.raises(UserError, match=r"the ranks disagree on param/w: F32 \[4, 4\] and F"):
-        write_ranks(tmp_path, 1, [[TensorPiece("param/w", VALUES[:8], 0, (4, 4))], [other]])
+def test_ranks_that_disagree_are_reported(tmp_path: Path, write_ranks: Writer) -> None:
+    first = TensorPiece("param/w", VALUES[:8], 0, (4, 4))
+    for other in (replace(first, shape=(16,)), replace(first, values=VALUES[8:].half())):
+        with pytest.raises(UserError, match=r"the ranks disagree on param/w: F32 \[4, 4\] and F"):
+            write_ranks(tmp_path, 1, [[first], [other]])
 
 
 def test_a_missing_or_truncated_part_is_reported(tmp_path: Path) -> None:
@@ -147,10 +148,6 @@ def test_a_missing_or_truncated_part_is_reported(tmp_path: Path) -> None:
 # --- complete or absent ------------------------------------------------------------------------
 
 
-def no_space(*_: Any, **__: Any) -> None:
-    raise OSError(28, "No space left on device")
-
-
 @pytest.mark.parametrize("step", [1, 2], ids=["same-step", "next-step"])
 @pytest.mark.parametrize("function", ["fsync", "replace"])
 def test_a_failed_write_leaves_only_the_earlier_checkpoint(
@@ -158,7 +155,7 @@ def test_a_failed_write_leaves_only_the_earlier_checkpoint(
 ) -> None:
     earlier = save(tmp_path, 1, 1)
     with monkeypatch.context() as broken:
-        broken.setattr(os, function, no_space)
+        broken.setattr(os, function, Mock(side_effect=OSError(28, "No space left on device")))
         with pytest.raises(UserError, match=r"No space left.*earlier checkpoints are intact"):
             save(tmp_path, step, 2)
     assert names(tmp_path) == [earlier.name]
@@ -192,12 +189,9 @@ def test_a_replaced_checkpoint_is_restored_if_the_rename_fails(tmp_path: Path, m
             save(tmp_path, 1, 2)
     assert names(tmp_path) == [earlier.name]
     assert value_of(earlier) == 1
-
-
-def test_a_leftover_of_an_earlier_replacement_does_not_matter(tmp_path: Path) -> None:
-    shutil.copytree(save(tmp_path, 1, 1), tmp_path / ".step-00000001.old")
+    shutil.copytree(earlier, tmp_path / ".step-00000001.old")
     assert value_of(save(tmp_path, 1, 2)) == 2
-    assert names(tmp_path) == ["step-00000001"]
+    assert names(tmp_path) == [earlier.name], "a leftover of an earlier replacement does not matter"
 
 
 class Killed(BaseException):
@@ -287,15 +281,9 @@ def test_incomplete_checkpoints_are_ignored_and_listed(tmp_path: Path) -> None:
     incomplete = incomplete_checkpoints(tmp_path)
     assert list(incomplete) == [without_index, without_file, short, torn, tmp_path / "step-00000011"]
     assert incomplete[without_file] == "rank-00000.safetensors is missing"
-
-
-def test_a_checkpoint_of_another_format_is_not_skipped_silently(tmp_path: Path) -> None:
-    """Starting over, or from an earlier one, would be a surprise; opening it reports the format."""
-    save(tmp_path, 1, 1)
-    old = tmp_path / checkpoint_name(2)
-    old.mkdir()
-    (old / INDEX).write_text(json.dumps({"format": 1, "files": {"rank-00000.safetensors": "0" * 64}}))
-    assert newest_checkpoint(tmp_path) == old
+    # starting over, or from an earlier one, would be a surprise; opening it reports the format
+    (without_index / INDEX).write_text(json.dumps({"format": 1, "files": {"rank-00000.safetensors": "0" * 64}}))
+    assert newest_checkpoint(tmp_path) == without_index
 
 
 def test_the_newest_checkpoint_is_chosen_by_step(tmp_path: Path) -> None:
@@ -307,25 +295,17 @@ def test_the_newest_checkpoint_is_chosen_by_step(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path) == tmp_path / "step-100000000"
 
 
-@pytest.mark.parametrize(
-    ("count", "kept"), [(1, [30]), (2, [20, 30]), (3, [10, 20, 30]), (9, [10, 20, 30]), (0, [10, 20, 30])]
-)
-def test_keep_newest(tmp_path: Path, count: int, kept: list[int]) -> None:
-    for step in (10, 20, 30):
-        save(tmp_path, step, 0)
-    deleted = keep_newest(tmp_path, count)
-    assert names(tmp_path) == [checkpoint_name(step) for step in kept]
-    assert [path.name for path in deleted] == [checkpoint_name(step) for step in (10, 20, 30) if step not in kept]
-
-
 def test_keep_newest_counts_complete_checkpoints_and_never_deletes_the_one_just_written(tmp_path: Path) -> None:
     """A run that resumes from an earlier step writes beside later ones."""
     (tmp_path / "step-00000040").mkdir()  # without an index
     for step in (10, 20, 30):
         save(tmp_path, step, step)
+    assert keep_newest(tmp_path, 0) == keep_newest(tmp_path, 9) == keep_newest(tmp_path, 3) == []
     written = save(tmp_path, 11, 11)
-    keep_newest(tmp_path, 2, written)
+    assert keep_newest(tmp_path, 2, written) == [tmp_path / checkpoint_name(10)]
     assert names(tmp_path) == [checkpoint_name(step) for step in (11, 20, 30, 40)]
+    assert len(keep_newest(tmp_path, 1)) == 2
+    assert names(tmp_path) == [checkpoint_name(step) for step in (30, 40)]
 
 
 def test_checkpoints_that_were_renamed_aside_are_restored_and_leftovers_deleted(tmp_path: Path) -> None:

@@ -104,6 +104,13 @@ def test_blocks_that_cannot_be_compiled_run_as_they_are_and_are_named_once(
     assert "no code for it" not in line, "only the first line of the reason"
 
 
+def test_other_records_of_the_compiler_stay(capfd: pytest.CaptureFixture[str]) -> None:
+    error = (RuntimeError, RuntimeError("no code"), None)
+    for level, details in ((logging.ERROR, None), (logging.INFO, error)):
+        assert compiling._name_failure(logging.LogRecord("dynamo", level, "", 1, "text", None, details))
+    assert capfd.readouterr().err == ""
+
+
 def test_the_time_is_printed_once(compiled: list[int], capfd: pytest.CaptureFixture[str]) -> None:
     watched = CompileTime()
     watched.report()

@@ -4,7 +4,7 @@ import pytest
 
 from sd3_light.config import SIZES, ModelSize
 from sd3_light.core.cost import Tokens
-from sd3_light.cost.throughput import measured_blocks, measured_speed, training_seconds
+from sd3_light.cost.throughput import measured_blocks, measured_speed, time_range, training_seconds
 from sd3_light.cost.training_flops import step_flops, training_flops
 from sd3_light.families.sd3.cost import SD3Cost
 
@@ -48,10 +48,7 @@ def test_adapters_are_faster_in_graphs(tokens: Tokens, batch: int, graphs: bool,
     blocks = measured_blocks("compiled", has_adapter=True)
     estimate = training_seconds(H200, blocks, flops, 1000, cost.num_blocks, graphs=graphs)
     assert estimate == pytest.approx(1000 * seconds, rel=0.2)
-
-
-def test_small_steps_in_graphs_are_bound_by_their_kernels() -> None:
-    """The base regime: 135,000 samples per second."""
+    # the base regime, whose small steps are bound by their kernels: 135,000 samples per second
     size = SIZES["demo"]
     flops = 1000 * 1024 * training_flops(SD3Cost(size), Tokens(16, 32)).value
     estimate = training_seconds(H200, "fast", flops, 1000, size.num_layers, graphs=True)
@@ -62,3 +59,7 @@ def test_small_steps_in_graphs_are_bound_by_their_kernels() -> None:
 def test_a_kind_that_was_not_measured_has_no_estimate(name: str) -> None:
     assert measured_speed(name, "fast") is None
     assert training_seconds(name, "fast", 1e20, 1, 15) is None
+
+
+def test_the_longest_time_covers_the_slowest_launches() -> None:
+    assert time_range(0.0, 100, 15, (1e14, 2e14)) == (0, pytest.approx(100 * 15 * 0.009))

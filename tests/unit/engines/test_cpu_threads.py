@@ -22,27 +22,16 @@ def _eight_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize(
-    ("flops", "processes", "threads"),
-    [
-        (MUCH, 1, 8),
-        (MUCH, 2, 4),
-        (MUCH, 16, 1),
-        (int(2.9 * FLOPS_PER_THREAD), 1, 2),  # not enough work for more
-        (1, 1, 1),
-    ],
-)
-def test_training_uses_the_threads_that_its_work_is_worth(flops: int, processes: int, threads: int) -> None:
-    assert use_training_threads(flops, processes) == threads == torch.get_num_threads()
-
-
-def test_threads_are_limited_to_the_cores_of_a_process() -> None:
+def test_training_uses_the_threads_that_its_work_is_worth_within_the_cores_of_a_process() -> None:
     limit_threads(1)
     assert torch.get_num_threads() == 3, "never raised"
     limit_threads(4)
     assert torch.get_num_threads() == 2
     limit_threads(100)
     assert torch.get_num_threads() == 1
+    few = int(2.9 * FLOPS_PER_THREAD)  # not enough work for more
+    for flops, processes, threads in ((MUCH, 1, 8), (MUCH, 2, 4), (MUCH, 16, 1), (few, 1, 2), (1, 1, 1)):
+        assert use_training_threads(flops, processes) == threads == torch.get_num_threads()
 
 
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])

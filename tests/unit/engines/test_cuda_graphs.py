@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -82,6 +83,11 @@ Make = Callable[[], tuple[TorchEngine, Recorder]]
 
 def plain(folder: Path) -> TorchEngine:
     return TorchEngine(Line(), config(folder), Launch(), CPU)
+
+
+def bad_batch() -> Batch:
+    batch = line_batch(3)
+    return batch.with_values({"target": batch["target"] * float("nan")})
 
 
 def steps(first: int = 0, count: int = 6) -> list[list[Batch]]:
@@ -197,15 +203,11 @@ def test_a_step_that_is_not_finite_is_skipped_and_recorded(make: Make) -> None:
     for seed in range(2):  # the first one is recorded
         engine.train_step([line_batch(seed)], 1e-2)
     before = snapshot(engine)
-    batch = line_batch(3)
-    bad = batch.with_values({"target": batch["target"] * float("nan")})
-    assert not engine.train_step([bad], 1e-2).read().taken
+    assert not engine.train_step([bad_batch()], 1e-2).read().taken
     assert equal(snapshot(engine), before)
     assert engine.train_step([line_batch(4)], 1e-2).read().taken
     engine, recorder = make()
-    batch = line_batch(3)
-    bad = batch.with_values({"target": batch["target"] * float("nan")})
-    assert not engine.train_step([bad], 1e-2).read().taken
+    assert not engine.train_step([bad_batch()], 1e-2).read().taken
     assert engine.graphs.count == 1
     assert engine.train_step([line_batch(4)], 1e-2).read().taken
     assert len(recorder.recordings) == 1
@@ -220,11 +222,9 @@ def test_a_failed_comparison_keeps_the_gradients_of_earlier_micro_batches(
     def recorded(function: Callable[[], Numbers]) -> Recording:
         recording = record(function)
         if len(recorder.recordings) == 2:  # that of the step's second micro-batch
-            monkeypatch.setattr(recording, "replay", fail)
+            full = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory."))
+            monkeypatch.setattr(recording, "replay", full)
         return recording
-
-    def fail() -> Numbers:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(recorder, "record", recorded)
     first, second = steps()[0]

@@ -18,10 +18,8 @@ MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capa
     "error", [AssertionError("odd"), EOFError(), RuntimeError("shapes\nand more"), struct.error("odd"), zlib.error("x")]
 )
 def test_errors_of_user_code_name_it(error: Exception) -> None:
-    with (
-        pytest.raises(UserError, match=rf"^draw raised {type(error).__name__}.*; fix it$") as raised,
-        as_user_error("draw"),
-    ):
+    message = rf"^draw raised {type(error).__name__}.*; fix it$"
+    with pytest.raises(UserError, match=message) as raised, as_user_error("draw"):
         raise error
     assert raised.value.__cause__ is error
 

@@ -102,19 +102,13 @@ def test_steps_yield_data_once_and_metadata_afterwards() -> None:
 
 
 def test_closing_closes_the_source_while_a_step_is_referenced() -> None:
-    batches = source()
+    batches = (batch(number) for number in count())
     steps = prefetch_steps(batches, 2, CPU)
     step = next(steps)
     steps.close()
     assert next(batches, None) is None
     assert len(step) == 2
-    steps = prefetch_steps((part for part in (batch(0), batch(1, side=6))), 2, CPU)
+    steps = prefetch_steps((batch(number, side=4 + number) for number in count()), 2, CPU)
     step = next(steps)
     with pytest.raises(AssertionError, match="must be equal"):
         list(equal_micro_batches(step))
-
-
-def source() -> Generator[Batch, None, None]:
-    """Yield micro-batches forever."""
-    for number in count():
-        yield batch(number)

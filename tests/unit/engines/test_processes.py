@@ -9,6 +9,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -46,13 +47,10 @@ def test_a_lost_process_is_a_one_line_error_with_a_remedy(error: RuntimeError, e
     with pytest.raises(UserError, match="lost another process") as raised, explain_runtime_errors():
         raise error
     assert raised.value.__cause__ is error
-
-
-@pytest.mark.parametrize("text", ["shape mismatch in gloo", "DataLoader worker is killed"])
-def test_other_errors_are_unchanged(text: str) -> None:
-    assert lost_peer(RuntimeError(text)) is None
-    with pytest.raises(RuntimeError, match=text), explain_runtime_errors():
-        raise RuntimeError(text)
+    for other in ("shape mismatch in gloo", "DataLoader worker is killed"):
+        assert lost_peer(RuntimeError(other)) is None
+        with pytest.raises(RuntimeError, match=other), explain_runtime_errors():
+            raise RuntimeError(other)
 
 
 def test_a_failed_rendezvous_names_address_timeout_and_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,9 +77,7 @@ def test_a_failed_rendezvous_names_address_timeout_and_remedy(monkeypatch: pytes
     assert "[10f::]" not in text, "torch misprints this address"
     assert "GLOO_SOCKET_IFNAME" in text
     assert "\n" not in text
-
-
-def test_a_missing_rendezvous_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
@@ -89,31 +85,29 @@ def test_a_missing_rendezvous_address_is_named(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(UserError, match=r"MASTER_ADDR is not set\):\(MASTER_PORT is not set\)"):
         start_process_group(Launch(0, 0, 2), CPU, 1.0)
 
-    def fill(*_: Any, **__: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(dist, "init_process_group", fill)
+    monkeypatch.setattr(dist, "init_process_group", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
     with pytest.raises(torch.OutOfMemoryError):
         start_process_group(Launch(0, 0, 2), CPU, 1.0)
 
 
 @pytest.mark.parametrize(
-    ("soft", "hard", "expected"),
+    ("world", "soft", "hard", "expected"),
     [
-        (4096, 4096, None),  # enough for 2 processes
-        (1024, 1 << 20, 4 * 1027 + 1024),
-        (1024, 4096, 4096),
-        (1024, resource.RLIM_INFINITY, 4 * 1027 + 1024),
-        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, None),
+        (2, 4096, 4096, []),  # enough for 2 processes
+        (1024, 1024, 1 << 20, [4 * 1027 + 1024]),
+        (1024, 1024, 4096, [4096]),
+        (1024, 1024, resource.RLIM_INFINITY, [4 * 1027 + 1024]),
+        (1024, resource.RLIM_INFINITY, resource.RLIM_INFINITY, []),
     ],
 )
-def test_the_open_file_limit_rises(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, expected: int | None) -> None:
+def test_the_open_file_limit_rises(
+    monkeypatch: pytest.MonkeyPatch, world: int, soft: int, hard: int, expected: list[int]
+) -> None:
     limits_set: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: limits_set.append(limits))
-    world = 2 if soft == 4096 else 1024
     processes._allow_sockets(world)
-    assert limits_set == ([] if expected is None else [(expected, hard)])
+    assert limits_set == [(limit, hard) for limit in expected]
 
 
 def test_our_timeout_applies_to_all_groups_but_saving() -> None:
@@ -133,15 +127,9 @@ def test_our_timeout_applies_to_all_groups_but_saving() -> None:
 
 
 def test_wait_for_all_polls_until_done() -> None:
-    answers = iter([False, False, True])
-    polled: list[float] = []
-
-    def is_done(seconds: float) -> bool:
-        polled.append(seconds)
-        return next(answers)
-
+    is_done = Mock(side_effect=[False, False, True])
     ProcessGroups().wait_for_all(is_done)
-    assert polled == [1.0] * 3
+    assert is_done.mock_calls == [call(1.0)] * 3
     assert start_process_group(Launch(), CPU, 1.0) == ProcessGroups()
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from sd3_light.config import UserError
 from sd3_light.core.columns import Bucket
 from sd3_light.core.registry import family_named
-from sd3_light.encoding import residence
+from sd3_light.encoding import placement
 from sd3_light.encoding.vae import LatentScale, load_vae
 from sd3_light.families.base import StockFamily
 from sd3_light.families.stock.encoders import StockEncoders, caption_batches
@@ -101,8 +101,8 @@ def test_layers_copied_one_by_one_encode_the_same_bytes(
         expected = encoders.encode_captions(CAPTIONS)
         empty = encoders.encode_empty()
     needed = poison(monkeypatch)
-    monkeypatch.setattr(residence, "BUFFERS", 0)  # tiny encoders have one layer or two
-    monkeypatch.setattr(residence, "free_memory", lambda device: 1 << 20)
+    monkeypatch.setattr(placement, "BUFFERS", 0)  # tiny encoders have one layer or two
+    monkeypatch.setattr(placement, "free_memory", lambda device: 1 << 20)
     pixels = np.zeros((1, *SIZE, 3), np.uint8)
     with open_encoders(family, path, one_at_a_time=True) as encoders:
         encoders.encode_images(pixels, flip=False)

@@ -64,13 +64,11 @@ def test_guidance_is_learnt_at_the_batch_s_own_times() -> None:
         assert "guidance" not in drawn.values
         assert teacher.passes == (2 if isinstance(objective, StepDistillation) else 1)
     teacher = Linear(1.0)
-    GuidanceDistillation(1.0).draw(teacher, batch())
-    assert teacher.passes == 1
     GuidanceDistillation(1.5).draw(teacher, batch())
-    assert teacher.passes == 3
+    assert teacher.passes == 2
     zero = GuidanceDistillation(0.5, is_guided=lambda scale: scale > 0)
     zero.draw(teacher, batch())
-    assert teacher.passes == 5
+    assert teacher.passes == 4
 
 
 @pytest.mark.parametrize(
@@ -119,10 +117,7 @@ def test_a_call_arrives_where_the_teacher_does() -> None:
     drawn = [objective.draw(Linear(1.0), batch(epoch))["t"] for epoch in range(100)]
     share = (torch.cat(drawn) == 1.0).float().mean()
     assert share == pytest.approx(0.5, abs=0.1)
-
-
-@pytest.mark.parametrize(("teacher_steps", "passes"), [(2, 2), (8, 8), (7, 8)])
-def test_the_teacher_takes_its_share_of_the_steps(teacher_steps: int, passes: int) -> None:
-    teacher = Linear(1.0)
-    StepDistillation(times, teacher_steps, guidance=2.0).draw(teacher, batch())
-    assert teacher.passes == passes
+    for teacher_steps, passes in ((2, 2), (8, 8), (7, 8)):  # the teacher's share of the steps, with two passes each
+        teacher = Linear(1.0)
+        StepDistillation(times, teacher_steps, guidance=2.0).draw(teacher, batch())
+        assert teacher.passes == passes

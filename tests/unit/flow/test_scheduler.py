@@ -1,6 +1,7 @@
 """Each sampler uses the model's shift, fixed or by size; what diffusers does not support is refused."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,25 +18,10 @@ from sd3_light.sample.generate import ImageRequest, generate
 POLICY = TextPolicy(12, "empty", "padded")
 
 
-class Holder:
-    """A pipeline with only a scheduler."""
-
-    def __init__(self, scheduler: Any) -> None:
-        self.scheduler = scheduler
-
-
 def scheduler(name: str, original: Any) -> Any:
-    holder: Any = Holder(original)
+    holder: Any = SimpleNamespace(scheduler=original)  # a pipeline with only a scheduler
     use_sampler(holder, name)
     return holder.scheduler
-
-
-@pytest.fixture
-def sampled(pipe: Any) -> Any:
-    """The pipeline, whose scheduler a test may change."""
-    before = pipe.scheduler
-    yield pipe
-    pipe.scheduler = before
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -61,21 +47,20 @@ def test_a_fixed_shift_is_kept(shift: float) -> None:
     assert np.allclose(dpm.sigmas, shift * times / (1 + (shift - 1) * times), atol=1e-3)
 
 
-def test_dpm_shifts_by_size_as_training_did(sampled: Any) -> None:
+def test_dpm_shifts_by_size_as_training_did(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Images of different sizes in parallel each have their own shift."""
-    sampled.scheduler = flow_scheduler(None, True)
-    use_sampler(sampled, "dpm++")
+    monkeypatch.setattr(pipe, "scheduler", flow_scheduler(None, True))
+    use_sampler(pipe, "dpm++")
     seen = {}
-    step = type(sampled.scheduler).set_timesteps
+    step = type(pipe.scheduler).set_timesteps
 
     def spy(self: Any, *args: Any, **kwargs: Any) -> None:
         step(self, *args, **kwargs)
         seen[round(kwargs["mu"], 6)] = float(self.sigmas[1])
 
     sizes = [(32, 32), (96, 96)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(sampled.scheduler), "set_timesteps", spy)
-        generate(sampled, [ImageRequest("a", 1, *size) for size in sizes], POLICY, (2, 4.0), exact=True)
+    monkeypatch.setattr(type(pipe.scheduler), "set_timesteps", spy)
+    generate(pipe, [ImageRequest("a", 1, *size) for size in sizes], POLICY, (2, 4.0), exact=True)
     for width, height in sizes:
         shift = resolution_shift(width * height // 64)
         assert seen[round(math.log(shift), 6)] == pytest.approx(shift * 0.4995 / (1 + (shift - 1) * 0.4995), abs=1e-4)

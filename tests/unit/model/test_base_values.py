@@ -59,10 +59,10 @@ def test_values_are_those_of_the_folder_unless_given(sd3: Path) -> None:
     assert values(model(sd3, **PRETRAIN)) == (None, "zero")
 
 
-@pytest.mark.parametrize("keys", [PRETRAIN, {**PRETRAIN, "init": "random"}, {"init": "random", "size": "tiny2"}])
-def test_random_weights_take_nothing(sd3: Path, keys: dict[str, str]) -> None:
-    assert values(model(sd3, **keys)) == (None, "zero")
-    assert other_shift(model(sd3, **keys)) is None
+def test_random_weights_take_nothing(sd3: Path) -> None:
+    for keys in (PRETRAIN, {**PRETRAIN, "init": "random"}, {"init": "random", "size": "tiny2"}):
+        assert values(model(sd3, **keys)) == (None, "zero")
+        assert other_shift(model(sd3, **keys)) is None
 
 
 @pytest.mark.parametrize("keys", [{}, PRETRAIN])

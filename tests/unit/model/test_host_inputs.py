@@ -105,13 +105,18 @@ def test_nothing_on_the_device_is_kept_for_the_backward_pass() -> None:
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
-def test_a_pass_without_a_backward_pass_gives_its_memory_back(pool: list[int]) -> None:
+def test_small_inputs_stay_and_passes_without_gradients_give_their_memory_back(
+    monkeypatch: pytest.MonkeyPatch, pool: list[int]
+) -> None:
     model = Stack(checkpoint_on_host)
     for _ in range(3):
         model(torch.randn(2, 5, 8))
-    assert len(pool) == 8
     with torch.no_grad():
         model(torch.randn(2, 5, 8))
+    assert len(pool) == 8
+    monkeypatch.setattr(host_inputs, "_SMALLEST", 1 << 20)
+    expected = gradients(Stack(plainly))
+    assert all(torch.equal(*pair) for pair in zip(gradients(Stack(checkpoint_on_host)), expected, strict=True))
     assert len(pool) == 8
 
 
@@ -130,10 +135,3 @@ def test_blocks_and_their_inputs_are_both_in_host_memory() -> None:
     found = gradients(model)
     assert all(torch.equal(*pair) for pair in zip(found, gradients(frozen), strict=True))
     assert torch.equal(found[0], expected[-2])
-
-
-def test_small_inputs_stay(monkeypatch: pytest.MonkeyPatch, pool: list[int]) -> None:
-    monkeypatch.setattr(host_inputs, "_SMALLEST", 1 << 20)
-    expected = gradients(Stack(plainly))
-    assert all(torch.equal(*pair) for pair in zip(gradients(Stack(checkpoint_on_host)), expected, strict=True))
-    assert not pool

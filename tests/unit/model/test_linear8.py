@@ -137,7 +137,7 @@ def test_rounding_reads_and_writes_an_input_in_few_passes(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_it_can_be_compiled(form: str) -> None:
+def test_it_can_be_compiled_and_its_weight_swapped(form: str) -> None:
     _, rounded = layers(form)
     torch.compiler.reset()
     x = torch.randn(20, 256, requires_grad=True)
@@ -148,10 +148,6 @@ def test_it_can_be_compiled(form: str) -> None:
         results.append((out, gradient))
     assert torch.allclose(results[0][0], results[1][0], atol=1e-5)
     assert torch.allclose(results[0][1], results[1][1], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("form", FORMATS)
-def test_its_weight_is_swapped(form: str) -> None:
     blocks = nn.ModuleList(nn.Sequential(layers(form)[1]) for _ in range(3))
     x = torch.randn(4, 256)
     expected = [block(x) for block in blocks]
@@ -170,8 +166,5 @@ def test_rows_use_the_whole_range(dtype: torch.dtype) -> None:
     largest = {torch.int8: 127, torch.float8_e4m3fn: 448}[dtype]
     assert (values.float().abs().amax(1) == largest).all()
     assert torch.allclose(values.float().abs().amax(1, keepdim=True) * scale, rows.abs().amax(1, keepdim=True))
-
-
-def test_a_cpu_has_no_fp8() -> None:
     assert not has_fp8(CPU)
     assert Linear8(nn.Linear(4, 4), CPU).weight.dtype == torch.int8

@@ -8,16 +8,15 @@ from diffusers import SD3Transformer2DModel
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
-from sd3_light.config import SIZES, AdapterConfig
+from sd3_light.config import AdapterConfig
 from sd3_light.config.faults import UserError
 from sd3_light.config.schema_tables import LORA_TARGETS
 from sd3_light.model.adapter_layers import add_adapter
 from sd3_light.model.lora_layers import LoraModule, is_lora_name, load_lora, lora_modules, lora_scale
-from tests.tiny_sd3 import perturbed
+from tests.unit.model.test_adapter_layers import output, stock
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-TINY = SIZES["tiny2"].transformer_config()
 TARGETS = ("attn.to_q", "attn.add_k_proj", "ff.net.0.proj", "norm1.linear")
 KINDS: dict[str, dict[str, Any]] = {
     "alpha": {"alpha": 6.0},
@@ -26,20 +25,11 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def stock() -> SD3Transformer2DModel:
-    return perturbed(TINY).eval()
-
-
 def add_lora(
-    transformer: SD3Transformer2DModel,
-    rank: int,
-    alpha: float,
-    target_modules: tuple[str, ...],
-    seed: int = 0,
-    **keys: Any,
+    transformer: SD3Transformer2DModel, rank: int, alpha: float, target_modules: tuple[str, ...], **keys: Any
 ) -> tuple[str, ...]:
-    config = AdapterConfig(rank=rank, alpha=alpha, target_modules=target_modules, **keys)
-    return add_adapter(transformer, config, seed)
+    seed = keys.pop("seed", 0)
+    return add_adapter(transformer, AdapterConfig(rank=rank, alpha=alpha, target_modules=target_modules, **keys), seed)
 
 
 def lora_state(transformer: SD3Transformer2DModel) -> dict[str, Tensor]:
@@ -65,19 +55,6 @@ def trained(**options: Any) -> SD3Transformer2DModel:
         for tensor in lora_state(transformer).values():
             tensor += 0.05 * torch.randn(tensor.shape, generator=generator)
     return transformer
-
-
-@torch.no_grad()
-def forward(transformer: torch.nn.Module) -> Tensor:
-    generator = torch.Generator().manual_seed(3)
-    output: Tensor = transformer(
-        hidden_states=torch.randn(2, 16, 8, 8, generator=generator),
-        timestep=torch.tensor([100.0, 700.0]),
-        encoder_hidden_states=torch.randn(2, 5, 256, generator=generator),
-        pooled_projections=torch.randn(2, 224, generator=generator),
-        return_dict=False,
-    )[0]
-    return output
 
 
 def test_new_adapters_have_their_targets_dtype_and_seed() -> None:
@@ -124,11 +101,15 @@ def test_a_target_without_a_layer_is_an_error(target: str, message: str) -> None
 
 
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
-def test_applied_updates_give_the_same_model_without_adapters(options: dict[str, Any]) -> None:
+def test_applied_updates_give_the_same_model_and_move_between_scales(options: dict[str, Any]) -> None:
     transformer = trained(**options)
-    expected = forward(transformer)
-    assert (expected - forward(stock())).abs().max() > 1e-3
-    assert (forward(merged(transformer)) - expected).abs().max() < 1e-5
+    expected = output(transformer)
+    assert (expected - output(stock())).abs().max() > 1e-3
+    assert (output(merged(transformer)) - expected).abs().max() < 1e-5
+    target = stock()
+    add_lora(target, 4, target_modules=TARGETS, **{**options, "alpha": 1.0})
+    load_lora(target, lora_modules(transformer))
+    assert (output(target) - expected).abs().max() < 1e-5
 
 
 def test_applied_updates_equal_pefts_merge() -> None:
@@ -141,15 +122,6 @@ def test_applied_updates_equal_pefts_merge() -> None:
                 parameter.copy_(lora_state(ours)[name.removeprefix("base_model.model.")])
     expected = theirs.merge_and_unload().state_dict()
     assert all((tensor - expected[name]).abs().max() < 1e-6 for name, tensor in merged(ours).state_dict().items())
-
-
-@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
-def test_weights_move_between_adapters_of_different_scale(options: dict[str, Any]) -> None:
-    source = trained(**options)
-    target = stock()
-    add_lora(target, 4, target_modules=TARGETS, **{**options, "alpha": 1.0})
-    load_lora(target, lora_modules(source))
-    assert (forward(target) - forward(source)).abs().max() < 1e-5
 
 
 MODULES = dict(lora_modules(trained(alpha=6.0)))

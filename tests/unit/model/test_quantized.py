@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
 from sd3_light.config import SIZES
 from sd3_light.config.faults import UserError
@@ -35,7 +35,13 @@ def held_bytes(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_the_base_shrinks_to_the_estimated_bytes(bits: int) -> None:
+def test_the_base_shrinks_to_the_estimated_bytes_and_follows_autocast(bits: int) -> None:
+    holder = nn.ModuleList([nn.Linear(64, 64)])
+    quantize_base(holder, bits)
+    x = torch.randn(3, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert holder[0](x).dtype == torch.bfloat16
+    assert holder[0](x).dtype == torch.float32
     model = stock()
     assert quantize_base(model, bits) == 25
     full = TrainingSetup(SD3Cost(SIZES["tiny2"]), Tokens(16, 5), 1, compute_dtype="float32", adapter=(0, 1, 1, 0))
@@ -69,8 +75,11 @@ def test_an_adapter_trains_on_quantized_weights(bits: int, use_dora: bool) -> No
 def test_gradients_pass_through_quantized_layers(bits: int) -> None:
     """Compared with the chain rule on the dequantized weight."""
     layer = nn.Linear(64, 96)
-    holder = nn.ModuleList([layer])
-    weight = _weight_of(holder, bits)
+    holder: Any = nn.ModuleList([layer])
+    bias = layer.bias.detach()
+    quantize_base(holder, bits)
+    with torch.no_grad():
+        weight = (holder[0](torch.eye(64)) - bias).T
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0), requires_grad=True)
     holder[0](x).square().sum().backward()
     y = x.detach().clone().requires_grad_()
@@ -78,23 +87,13 @@ def test_gradients_pass_through_quantized_layers(bits: int) -> None:
     assert torch.allclose(x.grad, y.grad, rtol=1e-4, atol=1e-4)
 
 
-def _weight_of(holder: Any, bits: int) -> Tensor:
-    """Quantize the layer, and return its effective weight."""
-    bias = holder[0].bias.detach()
-    quantize_base(holder, bits)
-    with torch.no_grad():
-        weight: Tensor = (holder[0](torch.eye(64)) - bias).T
-    return weight
-
-
-@pytest.mark.parametrize("bits", BITS)
-def test_autocast_applies_as_to_a_stock_layer(bits: int) -> None:
-    holder = nn.ModuleList([nn.Linear(64, 64)])
-    quantize_base(holder, bits)
-    x = torch.randn(3, 64)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert holder[0](x).dtype == torch.bfloat16
-    assert holder[0](x).dtype == torch.float32
+def test_biases_of_weights_that_are_read_in_half_are_float32() -> None:
+    """The weight keeps the dtype of the file, because it is rounded next."""
+    holder = nn.ModuleList([nn.Linear(64, 32)])
+    values = {name: value.detach().to(torch.bfloat16) for name, value in holder.named_parameters()}
+    quantize_base(holder, 8, read=values.__getitem__)
+    assert holder[0].bias.dtype == torch.float32
+    assert torch.equal(holder[0].bias, values["0.bias"].float())
 
 
 def test_16_bits_change_nothing_and_a_model_without_blocks_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,6 +196,8 @@ def test_less_memory_releases_gradients_then_narrows_weights(tmp_path: Path, ima
         22: (True, False, False),
         12: (True, True, False),
     }
+    without_gpu = choose_memory(medium, train, KINDS["finetune"], ())
+    assert without_gpu.samples_per_step == KINDS["finetune"].batch > without_gpu.micro_batch
     several = choose_memory(medium, train, KINDS["finetune"], gpu(12) * 2)
     assert not several.release, "several GPUs shard the weights"
 

@@ -23,7 +23,7 @@ from sd3_light.optim.adamw_8bit import (
     create_8bit_state,
     expand,
 )
-from tests.modules import load_module
+from tests.modules import emulated_kernel
 
 CPU = torch.device("cpu")
 
@@ -93,14 +93,8 @@ def test_second_moments_follow_gradients_of_another_size(factor: float) -> None:
 
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[ModuleType]:
-    emulation = load_module("small_triton", Path(__file__).parents[1] / "families/sd3/fast/small_triton.py")
-    before = {name: sys.modules.get(name) for name in emulation.modules()}
-    sys.modules.update(emulation.modules())
-    yield load_module("adamw_8bit_kernel_under_test", Path(adamw_8bit.__file__).with_name("adamw_8bit_kernel.py"))
-    for name, module in before.items():
-        sys.modules.pop(name, None)
-        if module is not None:
-            sys.modules[name] = module
+    with emulated_kernel(Path(adamw_8bit.__file__).with_name("adamw_8bit_kernel.py")) as module:
+        yield module
 
 
 def copy(piece: WeightSlice) -> WeightSlice:

@@ -63,16 +63,13 @@ def test_parts_of_a_fused_matrix_train_as_separate_matrices(monkeypatch: pytest.
     assert not torch.allclose(torch.cat(fused), torch.cat(whole), atol=1e-3)
 
 
-def test_a_matrix_without_gradient_stays() -> None:
+def test_a_skipped_step_and_a_matrix_without_gradient_change_nothing() -> None:
     weights, optimizer = make(BatchedMuon)
     set_gradients(weights, 1)
     weights[2].grad = None
     optimizer.step()
     assert [torch.equal(weight, start) for weight, start in zip(weights, draw(0), strict=True)].count(True) == 1
     assert torch.equal(weights[2], draw(0)[2])
-
-
-def test_a_skipped_step_changes_nothing() -> None:
     (with_skips, skipping), (clean, plain) = make(BatchedMuon), make(BatchedMuon)
     for step, skip in enumerate([1.0, 0.0, 1.0, 0.0]):
         set_gradients(with_skips, step)

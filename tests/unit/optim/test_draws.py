@@ -26,7 +26,7 @@ def test_draws_are_functions_of_seed_step_purpose_and_name() -> None:
     assert numbers(again, 5, "a") == first, "whatever was drawn before"
 
 
-def test_values_of_bfloat16_stay_exact() -> None:
+def test_values_of_bfloat16_stay_exact_and_others_become_a_neighbour() -> None:
     values = torch.randn(10_000, generator=torch.Generator().manual_seed(0)).bfloat16()
     special = torch.tensor([0.0, -0.0, 1.0, -256.0, 2.0**-126, 3e38, float("inf"), -float("inf")]).bfloat16()
     exact = torch.cat([values, special])
@@ -34,9 +34,7 @@ def test_values_of_bfloat16_stay_exact() -> None:
         rounded = round_stochastically(exact.float(), torch.Generator().manual_seed(seed))
         assert rounded.dtype == torch.bfloat16
         assert torch.equal(rounded.view(torch.int16), exact.view(torch.int16))
-
-
-def test_a_value_becomes_one_of_its_neighbours() -> None:
+    # others become one of their neighbours
     values = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
     rounded = round_stochastically(values, torch.Generator().manual_seed(1)).float()
     towards_zero = (values.view(torch.int32) & ~0xFFFF).view(torch.float32)

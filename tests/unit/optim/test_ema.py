@@ -164,25 +164,18 @@ def test_tracks_start_as_copies_and_an_update_changes_no_parameter() -> None:
     assert not shadow.requires_grad
 
 
-def shifted() -> tuple[dict[str, nn.Parameter], Averages, dict[str, Tensor]]:
+def test_in_place_of_swaps_and_restores_bit_for_bit() -> None:
+    """Also after changes and an exception."""
     live = {name: nn.Parameter(weight) for name, weight in weights().items()}
     tracks = averages(live, 0.9, track=THREE)
     for factor, track in enumerate(tracks.tracks.values(), start=2):
         for shadow in track.shadow.values():
             shadow.mul_(1.1**factor)
-    return live, tracks, {name: weight.detach().clone() for name, weight in live.items()}
-
-
-@pytest.mark.parametrize("track", [MAIN_TRACK, "often"])
-def test_in_place_of_swaps_and_restores_bit_for_bit(track: str) -> None:
-    live, tracks, before = shifted()
-    with tracks.in_place_of(track, live):
-        assert all(torch.equal(live[name].detach(), tracks.tracks[track].shadow[name]) for name in live)
-    assert all(torch.equal(live[name].detach(), before[name]) for name in live)
-
-
-def test_in_place_of_restores_after_changes_and_an_exception() -> None:
-    live, tracks, before = shifted()
+    before = {name: weight.detach().clone() for name, weight in live.items()}
+    for name in (MAIN_TRACK, "often"):
+        with tracks.in_place_of(name, live):
+            assert all(torch.equal(live[key].detach(), tracks.tracks[name].shadow[key]) for key in live)
+        assert all(torch.equal(live[key].detach(), before[key]) for key in live)
     shadow = {name: tensor.clone() for name, tensor in tracks.tracks[MAIN_TRACK].shadow.items()}
 
     def change_and_fail() -> None:

@@ -176,7 +176,7 @@ def test_the_cost_counts_the_tokens_of_references(project: Project) -> None:
         ("model.references=0", "SD3 sees no image beside the text; got 1; write model.references, or remove it"),
         ("model.references=2", r"SD3 sees 2 image\(s\) beside the text, and this names 1"),
         ("model.references=9", "9"),
-        ("model.routing={share=0.5, first=2, last=2}", "references would skip the routed blocks"),
+        ("model.routing={share=0.5, first_block=2, last_block=2}", "references would skip the routed blocks"),
     ],
 )
 def test_faults_of_the_config(project: Project, key: str, message: str) -> None:

@@ -47,7 +47,7 @@ def _bytes_per_value(name: str, dtype: torch.dtype) -> int:
     return 4 if dtype == torch.float16 and name.endswith(".wo.weight") else dtype.itemsize
 
 
-class ResidentModules:
+class PlacedModules:
     """Frozen modules by name, loaded on first use.
 
     With ``one_at_a_time`` only the last one used is on the device. On a GPU the others stay in host memory; they are

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from sd3_light.cost.amount import GIB
-from sd3_light.encoding import residence
-from sd3_light.encoding.residence import ResidentModules, all_fit, free_memory, weight_bytes
+from sd3_light.encoding import placement
+from sd3_light.encoding.placement import PlacedModules, all_fit, free_memory, weight_bytes
 from sd3_light.model.block_swap import is_swapped
 from tests.poisoned import poison
 
@@ -102,12 +102,12 @@ class Loads:
 
 def test_resident_modules_are_loaded_once_on_the_device_and_freed() -> None:
     loads = Loads()
-    modules = ResidentModules(loads(), torch.device("meta"), one_at_a_time=False)
+    modules = PlacedModules(loads(), torch.device("meta"), one_at_a_time=False)
     one = modules.get("one")
     modules.get("two")
     assert modules.get("one") is one
     assert loads.record == [("one", "meta"), ("two", "meta")]
-    modules = ResidentModules(Loads()(), torch.device("cpu"), one_at_a_time=False)
+    modules = PlacedModules(Loads()(), torch.device("cpu"), one_at_a_time=False)
     references = [weakref.ref(modules.get(name)) for name in ("one", "two")]
     modules.clear()
     assert [reference() for reference in references] == [None, None]
@@ -115,7 +115,7 @@ def test_resident_modules_are_loaded_once_on_the_device_and_freed() -> None:
 
 def test_one_at_a_time_on_a_cpu_forgets_the_other() -> None:
     loads = Loads()
-    modules = ResidentModules(loads(), torch.device("cpu"), one_at_a_time=True)
+    modules = PlacedModules(loads(), torch.device("cpu"), one_at_a_time=True)
     one = weakref.ref(modules.get("one"))
     assert one() is modules.get("one")
     modules.get("two")
@@ -127,7 +127,7 @@ def test_one_at_a_time_on_a_cpu_forgets_the_other() -> None:
 def test_one_at_a_time_on_a_gpu_moves_between_the_host_and_the_device() -> None:
     """Simulated on the CPU: weights on the device are copies; offloading restores the host's tensors."""
     loads = Loads()
-    modules = ResidentModules(loads(), torch.device("cpu"), one_at_a_time=True)
+    modules = PlacedModules(loads(), torch.device("cpu"), one_at_a_time=True)
     modules.keeps_host_copy = True
     one = modules.get("one")
     on_device = [one.weight.data_ptr(), one.running_mean.data_ptr()]
@@ -160,9 +160,9 @@ class Layers(nn.Module):
 def test_a_module_that_does_not_fit_alone_runs_layer_by_layer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], free: int | None
 ) -> None:
-    monkeypatch.setattr(residence, "free_memory", lambda device: free)
+    monkeypatch.setattr(placement, "free_memory", lambda device: free)
     loaders = {"text": lambda device: Layers(), "vae": lambda device: Layers()}
-    modules = ResidentModules(loaders, torch.device("cpu"), one_at_a_time=True, by_layer=["text"])
+    modules = PlacedModules(loaders, torch.device("cpu"), one_at_a_time=True, by_layer=["text"])
     modules.keeps_host_copy = True
     x = torch.randn(3, 8)
     expected = Layers()(x)
@@ -191,8 +191,8 @@ def test_text_encoders_run_layer_by_layer(monkeypatch: pytest.MonkeyPatch, name:
     with torch.no_grad():
         expected = text_encoder(name)(ids).last_hidden_state
     needed = poison(monkeypatch)
-    monkeypatch.setattr(residence, "free_memory", lambda device: 0)
-    modules = ResidentModules({"text": lambda device: text_encoder(name)}, torch.device("cpu"), True, ["text"])
+    monkeypatch.setattr(placement, "free_memory", lambda device: 0)
+    modules = PlacedModules({"text": lambda device: text_encoder(name)}, torch.device("cpu"), True, ["text"])
     modules.keeps_host_copy = True
     values = []
     for _ in range(2):

@@ -1,7 +1,7 @@
 """The row layout of a batch whose samples are packed one after another without padding.
 
 Both streams are matrices of rows [M, D], sample by sample; samples may differ in length. For attention the rows of both
-streams are joined, each sample's image rows before its text rows. All sizes are known on the host, so building a plan
+streams are joined, each sample's image rows before its text rows. All sizes are known on the host, so building a layout
 does not synchronize with the device.
 """
 
@@ -60,7 +60,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class RowPlan:
+class RowLayout:
     """The rows of a batch, per stream and joined (``starts``: cumulative lengths for attention)."""
 
     image: Rows
@@ -91,23 +91,23 @@ def fill_rows(lengths: Tensor, num_text: int) -> FixedText:
     return FixedText(torch.cat([lengths, lengths.new_tensor(added)]), rows)
 
 
-def make_plan(
+def make_layout(
     samples: int, num_image: int, num_text: int, lengths: Sequence[int] | FixedText | None, device: torch.device
-) -> RowPlan:
-    """Return the plan for ``num_image`` image and ``num_text`` text tokens per sample, or ``lengths`` text tokens."""
+) -> RowLayout:
+    """Return the layout for ``num_image`` image and ``num_text`` text tokens per sample, or ``lengths`` text tokens."""
     if lengths is None:
-        return _padded_plan(samples, num_image, num_text, device)
+        return _padded_layout(samples, num_image, num_text, device)
     if isinstance(lengths, FixedText):
-        return _fixed_plan(samples, num_image, num_text, lengths)
-    return _plan(samples, num_image, num_text, torch.as_tensor(lengths, dtype=torch.int64), device)
+        return _fixed_layout(samples, num_image, num_text, lengths)
+    return _layout(samples, num_image, num_text, torch.as_tensor(lengths, dtype=torch.int64), device)
 
 
 @cache  # unlimited: CUDA graphs read these tensors as long as a run lasts
-def _padded_plan(samples: int, num_image: int, num_text: int, device: torch.device) -> RowPlan:
-    return _plan(samples, num_image, num_text, None, device)
+def _padded_layout(samples: int, num_image: int, num_text: int, device: torch.device) -> RowLayout:
+    return _layout(samples, num_image, num_text, None, device)
 
 
-def _plan(samples: int, num_image: int, num_text: int, lengths: Tensor | None, device: torch.device) -> RowPlan:
+def _layout(samples: int, num_image: int, num_text: int, lengths: Tensor | None, device: torch.device) -> RowLayout:
     counts = torch.full((samples,), num_text, dtype=torch.int64) if lengths is None else lengths
     shortest = int(counts.min())
     longest = int(counts.max())
@@ -123,7 +123,7 @@ def _plan(samples: int, num_image: int, num_text: int, lengths: Tensor | None, d
     total = samples * num_image + num_rows
     length = longest if shortest == longest else None
     is_rounded = lengths is not None and device.type == "cuda"
-    return RowPlan(
+    return RowLayout(
         _rows(image, joined[:-1], samples * num_image, num_image, num_image),
         _rows(text, joined[:-1] + image, num_rows, longest, length),
         joined.int(),
@@ -134,14 +134,14 @@ def _plan(samples: int, num_image: int, num_text: int, lengths: Tensor | None, d
     )
 
 
-def _fixed_plan(samples: int, num_image: int, num_text: int, fixed: FixedText) -> RowPlan:
-    """Return the plan of text with fillers; the host reads no length, so its kernels can be recorded."""
+def _fixed_layout(samples: int, num_image: int, num_text: int, fixed: FixedText) -> RowLayout:
+    """Return the layout of text with fillers; the host reads no length, so its kernels can be recorded."""
     text = fixed.lengths
     number = torch.arange(len(text), device=text.device)
     image = num_image * (number < samples)
     joined = _starts(image + text)
     first = (number % samples) * num_text - _starts(text)[:-1]  # fillers repeat the tokens of some samples
-    return RowPlan(
+    return RowLayout(
         _rows(image, joined[:-1], samples * num_image, num_image, None),
         _rows(text, joined[:-1] + image, fixed.rows, num_text, None),
         joined.int(),
