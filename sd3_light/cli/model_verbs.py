@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sd3_light.cli.app import Command, ModelFolder, Overrides, PadBlocks, WithEncoders, WithVae, app
+from sd3_light.cli.app import Command, ImageBatch, ModelFolder, Overrides, PadBlocks, WithEncoders, WithVae, app
 from sd3_light.cli.process import echo, given_options, init_process, load_checked, suggest, suggest_for_model
 from sd3_light.config import DEFAULT_GUIDANCE
 from sd3_light.config.faults import UserError
@@ -279,7 +279,7 @@ def evaluate(
         typer.Option(help=f"Guidance scale; default: {DEFAULT_GUIDANCE:g}, or the model's own, as in `sample`."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of prompts and noise.")] = 0,
-    batch: Annotated[int, typer.Option(min=1, help="Images per batch.")] = 16,
+    batch: ImageBatch = 16,
     out: Annotated[Path | None, typer.Option(help="Write the scores to this JSON file.")] = None,
     config: Annotated[
         Path | None,

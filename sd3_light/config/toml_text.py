@@ -102,12 +102,12 @@ def _header(line: str, counts: dict[str, int]) -> str:
 
 
 def _value_end(text: str, position: int) -> int:
-    """Return where a value ends: at the end of its line or before a comment, but after what it has opened."""
+    """Return where a value ends: at the end of its line, without a comment, but after what it has opened."""
     depth = 0
     last = position
     for match in _TOKEN.finditer(text, position):
         token = match[0]
-        if token[0] in "#\n" and not depth:
+        if token == "\n" and not depth:
             break
         depth += (token in _OPENING) - (token in _CLOSING)
         if token[0] != "#" and not token.isspace():

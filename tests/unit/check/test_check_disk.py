@@ -1,6 +1,7 @@
 """Faults that only the disk shows are reported by key, all together."""
 
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
@@ -288,7 +289,8 @@ def test_a_cache_that_does_not_fit_into_memory_is_a_fault(files: Any, only_fault
 def test_a_missing_tracker_package_is_a_fault(
     files: Any, only_fault: Single, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
-    monkeypatch.setattr("sd3_light.runlog.trackers._is_installed", lambda name: name != package)
+    monkeypatch.delitem(sys.modules, package, raising=False)
+    monkeypatch.setattr("sd3_light.runlog.trackers.find_spec", lambda name: None if name == package else name)
     fault = only_fault(tables="[monitoring]\nenable_wandb = true\nenable_trackio = true")
     assert fault.key == f"monitoring.enable_{package}"
     assert f"pip install 'sd3-light[{package}]'" in str(fault)
