@@ -4,6 +4,7 @@
                                 [--table benchmarks/ablations.toml] [--tuned ROW] [--results FILE] [--set KEY=VALUE ...]
                                 [--slot-minutes 20] [--show]
     python benchmarks/ablate.py FOLDER --gains RESULTS... [--rows 'align-*'] [--score 0.9]
+    python benchmarks/ablate.py FOLDER --speedrun NAME [--set KEY=VALUE ...] [--target 0.95] [--seeds 1] [--minutes 9]
 
 FOLDER comes from `world_prepare.py`; rows with a `side` use FOLDER/256px or FOLDER/512px, prepared in the same way.
 Each finished (row, seed) is one line of FOLDER/results.jsonl, or of `--results`, and is skipped the next time, unless
@@ -26,6 +27,15 @@ count.
 needs to reach a score, divided by what the row needs, for each seed that both have: in samples and in minutes. The
 crossing is read between the two points of the curve around the score; minutes are those of training up to there,
 without drawing, and only those of one lane per GPU count.
+
+`--speedrun` counts the minutes of training from random weights until a share of held-out prompts is wholly right.
+Drawing the data, caching, and drawing and judging images for the score are not counted. Everything that training does
+is: building the model, loading the cache, compiling kernels, steps, averages, checkpoints. The recipe is `world.toml`
+with the `--set` changes; scores come every `sampling.every_n_steps`, so choose `max_steps` generously and that interval
+small. After `--minutes` the run saves a checkpoint, and the same command continues it; the time that a restart takes
+counts. When the target is reached, the model is drawn once more for other held-out prompts than those that stopped the
+run. The record with that score, the recipe, and what the text encoders were trained on is appended to
+FOLDER/records.jsonl, and printed as a row of the table in README.md.
 """
 
 import argparse
@@ -59,12 +69,12 @@ from common.ablations import (
     read_results,
     read_table,
 )
-from common.basics import device_name, parser_of
-from common.lanes import mps, run_lanes
-from common.world import BASE, Bench, ScoredRun, judged, load, start_judges
+from common.basics import append_line, device_name, parser_of
+from common.processes import mps, run_lanes
+from common.world import BASE, Bench, ScoredRun, judged, load, start_judges, text_encoders
 from torch import Tensor, nn
 
-from sd3_light.config import TrainConfig, UserError
+from sd3_light.config import TrainConfig, UserError, resolved_toml
 from sd3_light.config.faults import Stopped
 from sd3_light.core.batch import Batch
 from sd3_light.core.columns import TEACHER
@@ -84,6 +94,7 @@ from sd3_light.world import Prompt
 
 TABLE = Path(__file__).parent / "ablations.toml"
 RESULTS = "results.jsonl"
+RECORDS = "records.jsonl"
 FINAL = "final"
 _BATCH = 64
 _SAVE_SECONDS = 45  # between the lanes' deadline and the end of the command
@@ -214,7 +225,7 @@ def draw_export(folder: Path, shift: float | None, run: ScoredRun, bench: Bench)
     requests = [ImageRequest(prompt.text, seed, bench.side, bench.side) for seed, prompt in enumerate(prompts)]
     sampling = run.loaded.train.sampling
     drawing = choose_drawing(policy, sampling.steps, sampling.guidance, sampling.steps)
-    verdicts = judged(prompts, generate(pipe, requests, policy, *drawing, _BATCH)).verdicts
+    verdicts = judged(prompts, generate(pipe, requests, policy, drawing, _BATCH)).verdicts
     return "".join("1" if verdict.all else "0" for verdict in verdicts)
 
 
@@ -360,6 +371,64 @@ def run_all(args: argparse.Namespace, ablations: Sequence[Ablation], end: Callab
         return run_lanes(command, args.lanes, end(0), {**environment, "OMP_NUM_THREADS": "1"})
 
 
+# --- the speedrun ----------------------------------------------------------------------------------
+
+
+def record_of(run: ScoredRun, args: argparse.Namespace, bench: Bench, encoders: dict[str, str]) -> dict[str, Any]:
+    """Return the record of a run that reached its target."""
+    reported = draw_all(run, {}, bench, None)[MAIN]
+    reached = next(score for score in run.scores if score["rates"]["all"] >= (run.target or 0))
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"), "name": args.speedrun,
+        "minutes": round(reached["seconds"] / 60, 2),
+        "right": reached["rates"]["all"], "target": run.target, "steps": reached["step"],
+        "samples": reached["samples"], "scenes": "hard" if bench.hard else "simple", "side": bench.side,
+        "num_prompts": bench.num_prompts, "reported": round(reported.count("1") / len(reported), 4),
+        "num_report": bench.num_report, "text_encoders": encoders, "seed": run.loaded.train.seed, "set": args.set,
+        "device": device_name(),
+        "recipe": resolved_toml(run.loaded), "scores": run.scores,
+    }  # fmt: skip
+
+
+def as_row(record: dict[str, Any]) -> str:
+    """Return the record as a row of the table in benchmarks/README.md."""
+    changes = ", ".join(f"`{change}`" for change in record["set"]) or "the base recipe"
+    return (
+        f"| {record['date']} | {record['name']} | {record['minutes']:.2f} | {record['right']:.3f} | "
+        f"{record['reported']:.3f} | {_supervision(record['text_encoders'])} | "
+        f"{record['samples'] / 1e6:.2f} | {record['scenes']}, {record['side']} px | {record['device']} | {changes} |"
+    )
+
+
+def _supervision(encoders: dict[str, str]) -> str:
+    """Return what the text encoders were trained on, those that agree together, without hashes."""
+    names: dict[str, list[str]] = {}
+    for name, stated in encoders.items():
+        names.setdefault(stated.split(" (sha256")[0], []).append(f"`{name}`")
+    return "; ".join(f"{', '.join(members)}: {supervision}" for supervision, members in names.items())
+
+
+def speedrun(args: argparse.Namespace, deadline: float | None) -> None:
+    """Run or continue the speedrun, and print its record."""
+    start_judges()
+    bench = Bench.read(args.folder)
+    encoders = text_encoders(args.folder)
+    seed = args.seeds[0]
+    own = [f"seed={seed}", f'output_dir="runs/speedrun-{args.speedrun}-{seed}"']
+    run = ScoredRun(load(args.folder, [*args.set, *own]), bench.prompts, args.target)
+    end = run.run(deadline)
+    best_rate = max((score["rates"]["all"] for score in run.scores), default=0.0)
+    if best_rate < args.target:
+        state = "finished" if run.is_finished else "cut by --minutes, continue with the same command"
+        sys.exit(f"{best_rate:.3f} of {args.target} after {run.seconds / 60:.2f} minutes, step {end.step}: {state}")
+    record = record_of(run, args, bench, encoders)
+    append_line(args.folder / RECORDS, record)
+    print(as_row(record))
+
+
+# --- the command -----------------------------------------------------------------------------------
+
+
 def parse() -> argparse.Namespace:
     """Return the options."""
     parser = parser_of(__doc__)
@@ -377,6 +446,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--show", action="store_true", help="only print the table")
     parser.add_argument("--gains", type=Path, nargs="+", metavar="RESULTS", help="only print the gains of `--rows`")
     parser.add_argument("--score", type=float, default=TARGET, help="for the gains")
+    parser.add_argument("--speedrun", metavar="NAME", help="only run the base recipe until `--target`: a record")
+    parser.add_argument("--target", type=float, default=0.95, help="of the speedrun")
     parser.add_argument("--lane", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.results = args.results or args.folder / RESULTS
@@ -397,6 +468,9 @@ def main() -> None:
         if args.gains:
             entries = [entry for file in args.gains for entry in read_results(file)]
             print(gain_table(entries, table, args.rows or ["*"], args.score))
+            return
+        if args.speedrun is not None:
+            speedrun(args, end(0))
             return
         results = read_results(args.results)
         if not args.show:

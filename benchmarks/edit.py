@@ -208,7 +208,7 @@ class Bench:
             ImageRequest(text, first + number, SIDE, SIDE, references=(references[number],) if references else ())
             for number, text in enumerate(instructions)
         ]
-        return generate(pipe, requests, policy, STEPS, 1.0)
+        return generate(pipe, requests, policy, (STEPS, 1.0))
 
     def decoded(self, images: Sequence[Image.Image]) -> list[Image.Image]:
         """Return images as the VAE shows them."""

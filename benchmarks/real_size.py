@@ -43,7 +43,7 @@ import numpy as np
 import torch
 from common.basics import best_device, device_name, parser_of, write_json
 from common.models import FAMILIES, SD3, Model, denoiser_parameters, write_model
-from common.peaks import Ran, run_command
+from common.processes import Ran, run_command
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file
 

@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 from common.basics import parser_of, percent, steps_that_fit, write_json
+from common.hard.dataset import draw_hard_prompts
 from common.world import Bench as World
 from common.world import load as load_world
 from PIL import Image
@@ -115,11 +116,11 @@ class Bench:
         world = None if self.world is None else World.read(self.world)
         self.side = 64 if world is None else world.side
         self.start = base if world is not None else sorted((base / "pretrain" / "exports").glob("step-*"))[-1]
-        hard = world is not None and world.hard
-        seen = draw_prompts(SEEN, 1000 + self.seed, held_out=False, hard=hard)
+        draw = draw_hard_prompts if world is not None and world.hard else draw_prompts
+        seen = draw(SEEN, 1000 + self.seed, held_out=False)
         self.prompts = {prompt.english: prompt for prompt in seen}
         self.seen = list(self.prompts)
-        self.held_out = draw_prompts(HELD_OUT, 2000 + self.seed, held_out=True, hard=hard)
+        self.held_out = draw(HELD_OUT, 2000 + self.seed, held_out=True)
         self._generator = np.random.default_rng(self.seed)
 
     def reward(self, images: Images, prompts: Sequence[str]) -> list[float]:
@@ -235,7 +236,7 @@ class Bench:
             self._opened[key] = open_pipeline(model, Launch().device())
         pipe, policy = self._opened[key]
         requests = [ImageRequest(text, first + number, self.side, self.side) for number, text in enumerate(prompts)]
-        return generate(pipe, requests, policy, STEPS, guidance)
+        return generate(pipe, requests, policy, (STEPS, guidance))
 
     _opened: dict[str, Any] = {}  # noqa: RUF012
 

@@ -32,7 +32,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from common.lanes import end, mps
+from common.processes import end, mps
 
 LAST_LINES = 12
 SUMMARY = "summary.txt"

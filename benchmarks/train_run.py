@@ -46,9 +46,8 @@ from typing import Any
 
 import torch
 from common.basics import parser_of, write_json
-from common.caches import IMAGES, Shape, write_cache, write_model_folder
-from common.profiling import profiling
-from common.start import measure_start, without_saves
+from common.models import IMAGES, Shape, write_cache, write_model_folder
+from common.profiling import measure_start, profiling, without_saves
 from torch import Tensor
 
 from sd3_light.config import SIZES, ModelSize, UserError, load_config

@@ -34,6 +34,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from common.basics import best_device, parser_of
+from common.hard.captions import ZH_HARD_WORDS
+from common.hard.dataset import HardPrompt, captions_of, draw_square_image
 from common.world import BENCH_FILE, ENCODERS_FILE, REAL_CACHE, Bench, load
 from PIL import Image
 from transformers import AutoConfig, VisionTextDualEncoderModel
@@ -48,9 +50,7 @@ from sd3_light.parts import verb as parts
 from sd3_light.parts.contrastive import TextOptions
 from sd3_light.parts.fit import FitOptions
 from sd3_light.parts.vae import VaeOptions
-from sd3_light.world import Prompt, draw_square_image, write_dataset
-from sd3_light.world.dataset import AnyScene
-from sd3_light.world.hard.captions import ZH_HARD_WORDS
+from sd3_light.world import Prompt, write_dataset
 
 ROOT = Path(__file__).parents[1]
 NUM_FOLDERS = 16  # image folders, drawn in parallel
@@ -177,12 +177,13 @@ def draw_images(folder: Path, bench: Bench, images: int, processes: int) -> None
 def draw_folder(bench: Bench, job: tuple[Path, int, int, bool]) -> None:
     """Draw the images of one folder."""
     folder, count, seed, held_out = job
-    write_dataset(folder, count, seed, held_out, draw=partial(draw_one, bench))
+    write_dataset(folder, count, seed, held_out, draw=partial(draw_captioned, bench))
 
 
-def draw_one(bench: Bench, index: int, seed: int, held_out: bool) -> tuple[Image.Image, AnyScene]:
-    """Draw one image."""
-    return draw_square_image(index, seed, bench.side, bench.hard, held_out)
+def draw_captioned(bench: Bench, index: int, seed: int, held_out: bool) -> tuple[Image.Image, dict[str, str]]:
+    """Draw one image; return it with its captions."""
+    image, scene = draw_square_image(index, seed, bench.side, bench.hard, held_out)
+    return image, captions_of(scene)
 
 
 def build_cache(folder: Path, overrides: tuple[str, ...], processes: int) -> None:
@@ -205,8 +206,9 @@ def check_vae(folder: Path, bench: Bench, count: int = 128) -> dict[str, float]:
     """Return the quality of reconstructed held-out images: PSNR in dB, and the share that the judge finds right."""
     device = best_device()
     vae = load_vae(folder / "model", device, torch.float32)
-    drawn = [draw_one(bench, index, HELD_OUT_SEED, True) for index in range(count)]
-    prompts, images, errors = [Prompt("", scene) for _, scene in drawn], [], []
+    drawn = [draw_square_image(index, HELD_OUT_SEED, bench.side, bench.hard, True) for index in range(count)]
+    kind = HardPrompt if bench.hard else Prompt
+    prompts, images, errors = [kind("", scene) for _, scene in drawn], [], []
     for first in range(0, count, 16):
         pixels = np.stack([np.asarray(image) for image, _ in drawn[first : first + 16]])
         x = torch.from_numpy(pixels).to(device).permute(0, 3, 1, 2).float() / 127.5 - 1

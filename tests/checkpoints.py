@@ -35,6 +35,14 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return {name: checkpoint.tensor(name) for name in checkpoint.shapes}, checkpoint.facts
 
 
+def assert_same_checkpoint(one: Path, two: Path) -> None:
+    """Assert that two checkpoints have the same tensors, bit for bit, and the same counters."""
+    (tensors, facts), (others, other_facts) = read_checkpoint(one), read_checkpoint(two)
+    assert facts == other_facts
+    assert set(tensors) == set(others)
+    assert [name for name in tensors if not equal(tensors[name], others[name])] == []
+
+
 def tensors(folder: Path) -> dict[str, Tensor]:
     """Return all tensors of a checkpoint: weights, moments, averages."""
     saved = open_checkpoint(folder)

@@ -21,7 +21,7 @@ import pytest
 
 from sd3_light.system import available_memory
 from tests import warm
-from tests.project import DATA_TOML, NUM_IMAGES, TRAIN_TOML, Project
+from tests.project import DATA_TOML, NUM_IMAGES, TRAIN_TOML, Project, without_proofs
 
 TESTS = Path(__file__).parent
 FOLDERS = ("unit", "distributed", "e2e", "gpu", "docs", "fuzz")
@@ -46,13 +46,6 @@ def pytest_configure() -> None:
 def pytest_collection_finish() -> None:
     """Leave what exists by now out of garbage collections, which the package asks for and which get slow."""
     gc.freeze()
-
-
-@pytest.fixture
-def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exports are not loaded again and compared, which takes seconds."""
-    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
-    monkeypatch.setattr("sd3_light.export.adapter_folder.prove_adapter", lambda *_: {})
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -200,3 +193,10 @@ def project(tmp_path: Path, cached_project: Project) -> Project:
 def fresh_project(tmp_path: Path, raw_project: Project) -> Project:
     """A writable copy of the project without a cache."""
     return raw_project.copy(tmp_path / "project")
+
+
+@pytest.fixture
+def unproven() -> Iterator[None]:
+    """Skip the proofs of exports."""
+    with without_proofs():
+        yield

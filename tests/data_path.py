@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sd3_light.assets import DEMO
 from sd3_light.cache import verb as cache
-from sd3_light.cache.recipe import decides_shards
+from sd3_light.cache.identity import decides_shards
 from sd3_light.config import LoadedConfig, load_config
 from sd3_light.data.cache_plan import make_cache_plan
 from sd3_light.data.loader import PipelineDataLoader

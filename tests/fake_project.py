@@ -57,6 +57,11 @@ class FakeProject:
         (folder / "diffusion_pytorch_model.safetensors").write_bytes(header_bytes([]))
         return folder
 
+    def squares(self, count: int, side: int = 64) -> None:
+        """Create captioned square images."""
+        for number in range(count):
+            self.image(f"{number}.png", side, side)
+
     def image(self, name: str, width: int, height: int, caption: str | None = "an image") -> None:
         path = self.folder / "images" / name
         path.parent.mkdir(parents=True, exist_ok=True)

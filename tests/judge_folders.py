@@ -7,7 +7,7 @@ import torch
 from transformers import CLIPConfig, CLIPModel, Dinov2Config, Dinov2Model
 
 from sd3_light.assets import DEMO
-from sd3_light.evaluate.judge import save_judge
+from sd3_light.evaluate.feature_model import save_feature_model
 
 SIDE = 32
 
@@ -26,7 +26,7 @@ def write_clip(folder: Path) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=12))
-    save_judge(model, _NoTokenizer(), SIDE, folder)
+    save_feature_model(model, _NoTokenizer(), SIDE, folder)
     for file in (DEMO / "tokenizer").iterdir():
         shutil.copy(file, folder)
     return folder
@@ -40,5 +40,5 @@ def write_vision(folder: Path) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = Dinov2Model(config)
-    save_judge(model, _NoTokenizer(), SIDE, folder)
+    save_feature_model(model, _NoTokenizer(), SIDE, folder)
     return folder

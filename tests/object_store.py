@@ -30,18 +30,28 @@ class ObjectStore:
         files.invalidate_cache()
         return files
 
+    @property
+    def _objects(self) -> Any:
+        """The server's own state, which is read and written 300 times faster than by requests."""
+        from moto.core import DEFAULT_ACCOUNT_ID
+        from moto.s3.models import s3_backends
+
+        return s3_backends[DEFAULT_ACCOUNT_ID]["aws"]
+
     def put(self, folder: Path, name: str = "") -> str:
         """Upload a folder; return its URL."""
         url = f"{self.url}/{name or folder.name}"
+        bucket, _, root = url.removeprefix("s3://").partition("/")
         for path in sorted(folder.rglob("*")):
             if path.is_file():
-                self.files.pipe_file(f"{url}/{path.relative_to(folder)}", path.read_bytes())
+                self._objects.put_object(bucket, f"{root}/{path.relative_to(folder)}", path.read_bytes())
         return url
 
     def get(self, url: str) -> dict[str, bytes]:
         """Return every object below a URL by its relative name."""
-        root = url.removeprefix("s3://")
-        return {name.removeprefix(f"{root}/"): self.files.cat_file(name) for name in self.files.find(root)}
+        bucket, _, root = f"{url}/".removeprefix("s3://").partition("/")
+        keys = [key for key in self._objects.head_bucket(bucket).keys if key.startswith(root)]
+        return {key.removeprefix(root): self._objects.get_object(bucket, key).value for key in keys}
 
     def reset(self) -> None:
         """Forget the requests so far, and all faults."""

@@ -74,6 +74,13 @@ class Project:
         """Replace the dataset TOML."""
         self.data_toml.write_text(text, encoding="utf-8")
 
+    def hold_out(self, count: int) -> None:
+        """Write images that are not trained on, and the dataset `eval.toml`."""
+        from sd3_light.world import write_dataset
+
+        write_dataset(self.folder / "held_out", count, seed=2, held_out=True)
+        (self.folder / "eval.toml").write_text('resolutions = [64]\n[[directory]]\npath = "held_out"\n')
+
     def build_cache(self, *overrides: str, **flags: bool) -> "list[CacheReport]":
         """Run the cache stage in this process; the flags are those of `CacheOptions`."""
         from sd3_light.cache import verb as cache
@@ -124,6 +131,16 @@ def quick_caching() -> Iterator[None]:
             for loader in loaders:
                 if getattr(module, loader.__name__) is loader:
                     patches.enter_context(patch.object(module, loader.__name__, partial(_load_once, loader)))
+        yield
+
+
+@contextmanager
+def without_proofs() -> Iterator[None]:
+    """Skip the proofs of exports, which take seconds."""
+    with (
+        patch("sd3_light.export.diffusers_folder.prove", return_value={}),
+        patch("sd3_light.export.adapter_folder.prove_adapter", return_value={}),
+    ):
         yield
 
 

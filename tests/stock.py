@@ -1,8 +1,10 @@
 """Whole tiny pipelines on disk, opened as families; every weight matters, also those that start at a constant."""
 
+import json
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import peft  # noqa: F401 - first: its import replaces the module `transformers`, to which PRX's pipeline adds a class
 import torch
 import transformers
@@ -24,6 +26,14 @@ def save_stock(name: str, folder: Path, **config: Any) -> Path:
         encoder = pipe.text_encoder.config
         transformers.T5GemmaConfig(encoder=encoder, decoder=encoder).save_pretrained(folder / "text_encoder")
     return folder
+
+
+def open_stock(folder: Path) -> Any:
+    """Return the pipeline of a folder, without progress bars."""
+    kind = json.loads((folder / "model_index.json").read_text())["_class_name"]
+    pipe = getattr(diffusers, kind).from_pretrained(folder, local_files_only=True)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
 
 
 def model_table(name: str, folder: Path, **keys: Any) -> ModelConfig:

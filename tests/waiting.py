@@ -24,5 +24,5 @@ def is_running(pid: int) -> bool:
     """Whether a process exists that is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from PIL import Image
 
+from common.hard.dataset import draw_hard_prompts
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.requests import SAVE_QUIT
 from sd3_light.checkpoint.store import step_of
@@ -82,7 +83,8 @@ class Bench:
         return chosen
 
     def _drawn(self, count: int, seed: int) -> list[Prompt]:
-        return draw_prompts(count, seed, held_out=True, language="mixed", hard=self.hard)
+        draw = draw_hard_prompts if self.hard else draw_prompts
+        return draw(count, seed, held_out=True, language="mixed")
 
     def overrides(self, overrides: Sequence[str]) -> list[str]:
         """Return the overrides of a run after those of the bench."""

@@ -1,7 +1,7 @@
 """Warnings before anything is encoded: captions that are cut, images that fit badly, a full disk, and a VAE that does
 not fit the images.
 
-Of a large dataset they look at a part that is spread over all units.
+Of a large dataset they look at a part that is spread over all shards.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,13 +21,12 @@ from sd3_light.core.registry import family_of
 from sd3_light.cost.amount import format_bytes
 from sd3_light.cost.data_bytes import at_most, caption_bytes, image_bytes
 from sd3_light.cost.disk_space import CACHE_REMEDY, DOES_NOT_FIT, compare_with_free
-from sd3_light.data.cache_plan import CachePlan, Member, Unit, decode_task
+from sd3_light.data.cache_plan import CachePlan, Member, PlannedShard, decode_task
 from sd3_light.data.manifest import SHARDS
 from sd3_light.encoding.vae import LOW_PSNR, psnr
 from sd3_light.model.vision import cached_columns
 from sd3_light.runlog import info
-from sd3_light.sources.buckets import ExtremeFits
-from sd3_light.sources.buckets import plan as plan_resize
+from sd3_light.sources.buckets import ExtremeFits, resize_for
 from sd3_light.sources.preprocess import Pixels
 
 _RECONSTRUCTED = {"cuda": 16, "cpu": 8}  # images by device: decoding one takes about as long as encoding two
@@ -50,13 +49,15 @@ def warn_of_cut_prompts(title: str, prompts: Sequence[str], model: ModelConfig) 
 def warn_of_extreme_fits(title: str, plan: CachePlan) -> None:
     """Print how many images lose most of their area or are enlarged many times."""
     extremes = ExtremeFits()
-    for unit, member in _spread(plan, MAX_CAPTIONS):
-        extremes.add(member.row.key, plan_resize(member.row.width, member.row.height, unit.bucket))
+    for shard, member in _spread(plan, MAX_CAPTIONS):
+        extremes.add(member.row.key, resize_for(member.row.width, member.row.height, shard.bucket))
     if sentence := extremes.sentence():
         info(f"{title}: warning: images fit their buckets badly: {sentence}")
 
 
-def warn_of_full_disk(title: str, folder: Path, plan: CachePlan, units: Sequence[Unit], model: ModelConfig) -> None:
+def warn_of_full_disk(
+    title: str, folder: Path, plan: CachePlan, planned: Sequence[PlannedShard], model: ModelConfig
+) -> None:
     """Print that the shards to encode do not fit on the disk; files that they replace count as free."""
     members = captions = 0
     masked = False
@@ -70,15 +71,15 @@ def warn_of_full_disk(title: str, folder: Path, plan: CachePlan, units: Sequence
     columns = dict[Bucket, tuple[Column, ...]]()
     needed = 0.0
     replaced = 0
-    for unit in units:
-        if unit.bucket not in columns:
-            declared = cached_columns(model, unit.bucket)
-            columns[unit.bucket] = with_pairs(declared) if paired else declared
-        image = image_bytes(columns[unit.bucket], 2 if unit.flip else 1, masked)
-        needed += unit.count * (image.value + captions / members * caption_bytes(columns[unit.bucket]).value)
-        path = folder / SHARDS / unit.file
+    for shard in planned:
+        if shard.bucket not in columns:
+            declared = cached_columns(model, shard.bucket)
+            columns[shard.bucket] = with_pairs(declared) if paired else declared
+        image = image_bytes(columns[shard.bucket], 2 if shard.flip else 1, masked)
+        needed += shard.count * (image.value + captions / members * caption_bytes(columns[shard.bucket]).value)
+        path = folder / SHARDS / shard.file
         replaced += path.stat().st_size if path.is_file() else 0
-    size = f"{at_most(family.prepared_columns(model, columns[units[0].bucket]))}{format_bytes(round(needed))}"
+    size = f"{at_most(family.prepared_columns(model, columns[planned[0].bucket]))}{format_bytes(round(needed))}"
     verdict = compare_with_free(round(needed), folder, size, CACHE_REMEDY, replaced)
     if verdict.startswith(DOES_NOT_FIT):
         info(f"{title}: warning: disk, cache: {verdict}")
@@ -103,9 +104,9 @@ def measure_reconstructions(title: str, plan: CachePlan, builder: Builder) -> No
 def _decode_few(plan: CachePlan, builder: Builder) -> dict[str, Pixels]:
     """Return some images that can be decoded, of clips the first frame, by their keys."""
     few = _few(plan, _RECONSTRUCTED[builder.device_type])
-    samples = [(unit, replace(member, bucket=replace(member.bucket, frames=1))) for unit, member in few]
-    roots = {unit: plan.source(unit).root for unit, _ in samples}
-    tasks = {member.row.key: decode_task(member, roots[unit]) for unit, member in samples}
+    samples = [(shard, replace(member, bucket=replace(member.bucket, frames=1))) for shard, member in few]
+    roots = {shard: plan.source(shard).root for shard, _ in samples}
+    tasks = {member.row.key: decode_task(member, roots[shard]) for shard, member in samples}
     with builder.decode_pool(list(dict.fromkeys(roots.values()))) as pool:
         images = dict(zip(tasks, chain.from_iterable(pool.map([task] for task in tasks.values())), strict=True))
     return {key: image.pixels for key, image in images.items() if image.pixels is not None}
@@ -120,15 +121,15 @@ def _reconstruction_scores(encoders: Encoders, images: Mapping[str, Pixels]) -> 
     return scores
 
 
-def _spread(plan: CachePlan, most: int) -> Iterator[tuple[Unit, Member]]:
-    """Yield the samples of every n-th unit, about ``most`` or all."""
-    total = sum(unit.count for unit in plan.units)
-    for unit in plan.units[:: max(1, round(total / most))]:
-        yield from ((unit, member) for member in plan.members(unit))
+def _spread(plan: CachePlan, most: int) -> Iterator[tuple[PlannedShard, Member]]:
+    """Yield the samples of every n-th shard, about ``most`` or all."""
+    total = sum(shard.count for shard in plan.shards)
+    for shard in plan.shards[:: max(1, round(total / most))]:
+        yield from ((shard, member) for member in plan.members(shard))
 
 
-def _few(plan: CachePlan, count: int) -> Iterator[tuple[Unit, Member]]:
-    """Yield ``count`` samples or all, in turn from as many units as possible."""
-    units = plan.units[:: max(1, len(plan.units) // count)][:count]
-    samples = ([(unit, member) for member in plan.members(unit)] for unit in units)
+def _few(plan: CachePlan, count: int) -> Iterator[tuple[PlannedShard, Member]]:
+    """Yield ``count`` samples or all, in turn from as many shards as possible."""
+    planned = plan.shards[:: max(1, len(plan.shards) // count)][:count]
+    samples = ([(shard, member) for member in plan.members(shard)] for shard in planned)
     yield from islice((sample for row in zip_longest(*samples) for sample in row if sample is not None), count)

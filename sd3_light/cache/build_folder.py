@@ -29,8 +29,8 @@ from sd3_light.urls import RemoteConflict, RemoteForbidden, RemoteUnreachable, w
 
 _Result = TypeVar("_Result")
 
-UNIT_SUFFIXES = (".rejects.jsonl", ".none", ".arrow", ".json", ".safetensors")
-"""Files of a unit in the order of their upload: a shard never exists without the others."""
+SHARD_SUFFIXES = (".rejects.jsonl", ".none", ".arrow", ".json", ".safetensors")
+"""Files of a shard in the order of their upload: a shard never exists without the others."""
 _REJECTED_SUFFIXES = (".rejects.jsonl", ".none")
 _CATALOGUE = ("catalogue/parts", "catalogue")  # a listing never exists without its parts
 _PROMPTS = "prompts"
@@ -43,8 +43,8 @@ _DOWNLOADS = 256  # files per request to the library, which reads them concurren
 
 
 @dataclass(frozen=True)
-class UnitFiles:
-    """What a store has of one unit, by name: the record, the bytes of small files, the sizes of the others."""
+class StoredFiles:
+    """What a store has of one shard, by name: the record, the bytes of small files, the sizes of the others."""
 
     record: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     small: Mapping[str, bytes] = field(default_factory=dict)
@@ -58,15 +58,15 @@ class BuildFolder:
         self.folder = folder
         self.location: CacheLocation = folder
 
-    def push_unit(self, file: str) -> None:
-        """Upload what was written for the unit of a shard."""
+    def push_shard(self, file: str) -> None:
+        """Upload what was written for the shard of a shard."""
 
-    def unit_files(self, file: str) -> UnitFiles:
-        """Return what the store has of the unit of a shard, for the mirror of another process."""
-        return UnitFiles()
+    def stored_files(self, file: str) -> StoredFiles:
+        """Return what the store has of the shard of a shard, for the mirror of another process."""
+        return StoredFiles()
 
-    def adopt_unit(self, file: str, files: UnitFiles) -> None:
-        """Update the mirror with a unit that another process has pushed."""
+    def adopt_shard(self, file: str, files: StoredFiles) -> None:
+        """Update the mirror with a shard that another process has pushed."""
 
     def push_catalogue(self) -> None:
         """Upload what changed in the catalogue."""
@@ -88,14 +88,14 @@ class BuildFolder:
 
 
 class RemoteBuildFolder(BuildFolder):
-    """The local mirror of a cache at a URL. One process uses it at a time. ``unit``: it mirrors one unit only."""
+    """The local mirror of a cache at a URL. One process uses it at a time. ``shard``: it mirrors one shard only."""
 
-    def __init__(self, url: str, folder: Path, unit: UnitFiles | None = None) -> None:
+    def __init__(self, url: str, folder: Path, shard: StoredFiles | None = None) -> None:
         super().__init__(folder)
         self.url = self.location = url
         # name -> (version in the store, digest of the local copy; "" if it is hollow)
-        self._record: dict[str, tuple[str, str]] = dict(unit.record if unit else _read_record(folder / _RECORD))
-        if unit is None:
+        self._record: dict[str, tuple[str, str]] = dict(shard.record if shard else _read_record(folder / _RECORD))
+        if shard is None:
             self._pull()
         else:
             (folder / SHARDS).mkdir(parents=True, exist_ok=True)
@@ -170,13 +170,13 @@ class RemoteBuildFolder(BuildFolder):
 
     # --- to the store -------------------------------------------------------------------------
 
-    def push_unit(self, file: str) -> None:
-        """Upload the files of a unit and verify the shard; then the mirror has hollow ones."""
+    def push_shard(self, file: str) -> None:
+        """Upload the files of a shard and verify the shard; then the mirror has hollow ones."""
         stem = file.removesuffix(".safetensors")
         entry = read_entry(self.folder / SHARDS, file)
         if (shard := f"{SHARDS}/{file}") in self._record:  # else a killed run leaves it with the hash of another
             self._delete([shard])
-        for name in _unit_names(file):
+        for name in _shard_names(file):
             path = self.folder / name
             if entry is None and not name.endswith(_REJECTED_SUFFIXES):  # left from the time when it had samples
                 path.unlink(missing_ok=True)
@@ -196,17 +196,19 @@ class RemoteBuildFolder(BuildFolder):
             _make_hollow(self.folder / name, (self.folder / name).stat().st_size)
             self._record[name] = self._record[name][0], ""
 
-    def unit_files(self, file: str) -> UnitFiles:
-        """Return the record and the files of a unit that the mirror has."""
-        names = _unit_names(file)
+    def stored_files(self, file: str) -> StoredFiles:
+        """Return the record and the files of a shard that the mirror has."""
+        names = _shard_names(file)
         record = {name: self._record[name] for name in names if name in self._record}
         paths = {name: self.folder / name for name in record if (self.folder / name).is_file()}
         small = {name: read_limited(path) for name, path in paths.items() if not _is_hollow(name)}
-        return UnitFiles(record, small, {name: path.stat().st_size for name, path in paths.items() if _is_hollow(name)})
+        return StoredFiles(
+            record, small, {name: path.stat().st_size for name, path in paths.items() if _is_hollow(name)}
+        )
 
-    def adopt_unit(self, file: str, files: UnitFiles) -> None:
-        """Make the mirror's files of a unit equal to those that another process has pushed."""
-        for name in _unit_names(file):
+    def adopt_shard(self, file: str, files: StoredFiles) -> None:
+        """Make the mirror's files of a shard equal to those that another process has pushed."""
+        for name in _shard_names(file):
             self._record.pop(name, None)
             (self.folder / name).unlink(missing_ok=True)
         for name, data in files.small.items():
@@ -299,13 +301,13 @@ def open_build_folder(location: CacheLocation, work: Path) -> Iterator[BuildFold
 
 
 @contextmanager
-def open_unit_folder(location: CacheLocation, unit: UnitFiles, scratch: Path) -> Iterator[BuildFolder]:
-    """Yield the folder to build one unit in: a local cache itself, or for a URL a new folder in ``scratch``."""
+def open_shard_folder(location: CacheLocation, shard: StoredFiles, scratch: Path) -> Iterator[BuildFolder]:
+    """Yield the folder to build one shard in: a local cache itself, or for a URL a new folder in ``scratch``."""
     if isinstance(location, Path):
         yield BuildFolder(location)
         return
     with TemporaryDirectory(dir=scratch) as folder:
-        yield RemoteBuildFolder(location, Path(folder), unit)
+        yield RemoteBuildFolder(location, Path(folder), shard)
 
 
 def work_name(url: str, part: tuple[int, int] | None = None) -> str:
@@ -350,8 +352,8 @@ def _remove(files: Any, path: str) -> None:
         files.rm_file(path)
 
 
-def _unit_names(file: str) -> list[str]:
-    return [f"{SHARDS}/{file.removesuffix('.safetensors')}{suffix}" for suffix in UNIT_SUFFIXES]
+def _shard_names(file: str) -> list[str]:
+    return [f"{SHARDS}/{file.removesuffix('.safetensors')}{suffix}" for suffix in SHARD_SUFFIXES]
 
 
 def _is_top_file(name: str) -> bool:

@@ -8,7 +8,7 @@ from typing import BinaryIO, TypeVar
 
 from torch import Tensor
 
-from sd3_light.cache.reuse import Place, UnitCopies
+from sd3_light.cache.reuse import Place, ShardCopies
 from sd3_light.config.base import CacheLocation
 from sd3_light.config.faults import UserError
 from sd3_light.core.columns import MASK, TEACHER
@@ -56,7 +56,7 @@ class OldShards:
                 return None
         self._open[entry.file] = reader
         if len(self._open) > _MAX_OPEN:
-            del self._open[next(iter(self._open))]  # the least recently used; units that copy from it keep it open
+            del self._open[next(iter(self._open))]  # the least recently used; shards that copy from it keep it open
         return reader
 
     def _verified(self, entry: ShardEntry) -> ShardReader:
@@ -95,15 +95,15 @@ class OldShards:
 
 
 class Copies:
-    """What a unit copies, from open shards: for each entry the places by sample, and those of captions by text.
+    """What a shard copies, from open shards: for each entry the places by sample, and those of captions by text.
 
     ``encoded_columns`` are those of captions that are not copied; ``beside`` are the images of their samples that they
     are encoded with. Values of shards that are damaged, or have other columns than the manifest says, are left out:
     they are encoded.
     """
 
-    def __init__(self, copies: UnitCopies | None = None, old: OldShards | None = None) -> None:
-        copies = copies or UnitCopies()
+    def __init__(self, copies: ShardCopies | None = None, old: OldShards | None = None) -> None:
+        copies = copies or ShardCopies()
         assert old is not None or not copies.shards
         self._readers = [None if old is None else old.reader(entry) for entry in copies.shards]
         for number, reader in enumerate(self._readers):

@@ -1,4 +1,4 @@
-"""Build one dataset's cache: list and probe its inputs, plan units, encode what is missing, and finish."""
+"""Build one dataset's cache: list and probe its inputs, plan shards, encode what is missing, and finish."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -24,22 +24,22 @@ from sd3_light.cache.freshness import (
     render_state,
     replaced_entries,
 )
+from sd3_light.cache.identity import decides_shards, make_recipe, stored_columns
 from sd3_light.cache.leaks import find_leaks
 from sd3_light.cache.local_builder import Builder
 from sd3_light.cache.manifest_writer import PlannedManifest, is_manifest_current, write_manifest
-from sd3_light.cache.recipe import decides_shards, make_recipe, stored_columns
 from sd3_light.cache.report import CacheOptions, CacheReport, describe_values, log_report, small_buckets
 from sd3_light.cache.reuse import CopiedColumns, ReuseIndex, Update, open_reuse
 from sd3_light.cache.rows import CatalogueRows
 from sd3_light.cache.shard_builder import BuildJob, Built, wait_for_main
+from sd3_light.cache.shard_in_progress import empty_content
 from sd3_light.cache.split import find_split, held_out_samples
-from sd3_light.cache.unit_builder import empty_content
 from sd3_light.config import DatasetConfig, TrainConfig
 from sd3_light.config.base import CacheLocation
 from sd3_light.config.faults import UserError
 from sd3_light.core.columns import IMAGE, REFERENCE, beside_captions, entries_of
 from sd3_light.core.registry import family_of
-from sd3_light.data.cache_plan import CachePlan, Unit, make_cache_plan, reuse_files
+from sd3_light.data.cache_plan import CachePlan, PlannedShard, make_cache_plan, reuse_files
 from sd3_light.data.manifest import MANIFEST, SHARDS, Manifest, ShardEntry, damaged_mark, read_entry
 from sd3_light.data.prompt_features import (
     PROMPTS_FOLDER,
@@ -103,7 +103,7 @@ class DatasetBuild:
             shard_size = self._train.sd3_shard_size
             plan = make_cache_plan(catalogue, listings, decides_shards(recipe), shard_size, progress)
             place.push_catalogue()
-            if not plan.units:
+            if not plan.shards:
                 raise UserError(f"{dataset.path}: {_why_empty(plan)}")
             prompts = () if name else prompts_to_encode(self._train)
             state, reuse = self._check(dataset, place, plan, recipe, prompts, claims)
@@ -114,20 +114,20 @@ class DatasetBuild:
                 info(f"{title}: {split.sentence()}")
                 place.push_catalogue()  # decisions are stored before they are used
             if self._options.review is not None and not name:
-                planned, are_known = planned_shards(folder, plan)
+                expected, are_known = planned_shards(folder, plan)
                 known = HeldOut() if split is None else held_out_samples(split, plan, shards)
-                self._options.review(known.trained(planned), are_known)
-            units = self._in_part(plan.units if self._options.regenerate else state.todo)
-            if self._options.finish and units:
+                self._options.review(known.trained(expected), are_known)
+            planned = self._in_part(plan.shards if self._options.regenerate else state.todo)
+            if self._options.finish and planned:
                 remedy = "run the parts (--part I/N) that failed again"
-                raise UserError(f"{len(units):,} shards are missing, such as {units[0].file}; {remedy}")
-            reused = sum(unit.count for unit in self._in_part(plan.units)) - sum(unit.count for unit in units)
+                raise UserError(f"{len(planned):,} shards are missing, such as {planned[0].file}; {remedy}")
+            reused = sum(shard.count for shard in self._in_part(plan.shards)) - sum(shard.count for shard in planned)
             beside = beside_captions(stored_columns(self._train.model))
             assert all(entry == IMAGE or entry.startswith(REFERENCE) for entry in beside), f"no source has {beside}"
             job = BuildJob(place, plan, claims, recipe["columns"], reuse, self._options.regenerate, beside)
-            if units and self._launch.is_main:
-                self._warn(title, job, units)
-            built = self._encode(title, job, units, reused)
+            if planned and self._launch.is_main:
+                self._warn(title, job, planned)
+            built = self._encode(title, job, planned, reused)
             report = CacheReport(folder, {}, built.samples, reused, values=built.values)
             if self._options.part and self._options.part[0] > 0:
                 return self._report_part(title, report)
@@ -142,15 +142,15 @@ class DatasetBuild:
         if self._options.prune and self._launch.is_main:
             _prune(state, place)
         # evaluation fills up its last batches and drops nothing
-        small = {} if name else small_buckets(plan.units, dataset, self._train, self._launch.world_size)
+        small = {} if name else small_buckets(plan.shards, dataset, self._train, self._launch.world_size)
         report = replace(report, counts=counts, small_buckets=small)
         log_report(title, report, self._train.small_buckets, str(dataset.cache_dir))
         return report
 
-    def _in_part(self, units: Sequence[Unit]) -> list[Unit]:
-        """Return the units that this run builds: all, or those of its part."""
+    def _in_part(self, planned: Sequence[PlannedShard]) -> list[PlannedShard]:
+        """Return the shards that this run builds: all, or those of its part."""
         index, count = self._options.part or (0, 1)
-        return [unit for unit in units if unit.number % count == index]
+        return [shard for shard in planned if shard.number % count == index]
 
     def _report_part(self, title: str, report: CacheReport) -> CacheReport:
         index, count = self._options.part or (0, 1)
@@ -192,7 +192,7 @@ class DatasetBuild:
     ) -> tuple[CacheState, ReuseIndex | None]:
         """Return the state of the cache, and what its missing shards copy from those of the last manifest."""
         if self._options.verify:
-            _verify(place, self._in_part(plan.units)[self._launch.rank :: self._launch.world_size])
+            _verify(place, self._in_part(plan.shards)[self._launch.rank :: self._launch.world_size])
         last = last_manifest(place.folder)
         if last is not None:
             place.fetch_tables(entry.file for entry in replaced_entries(last[0], plan))
@@ -230,25 +230,25 @@ class DatasetBuild:
         place.push_catalogue()
         return reuse
 
-    def _warn(self, title: str, job: BuildJob, units: Sequence[Unit]) -> None:
+    def _warn(self, title: str, job: BuildJob, planned: Sequence[PlannedShard]) -> None:
         """Print what to know before anything is encoded."""
         plan = job.plan
         model = self._train.model
         warn_of_cut_captions(title, plan, model)
         warn_of_extreme_fits(title, plan)
         if isinstance(job.place.location, Path):
-            warn_of_full_disk(title, job.place.location, plan, units, model)
+            warn_of_full_disk(title, job.place.location, plan, planned, model)
         if job.reuse is None or job.reuse.counts.images:
             measure_reconstructions(title, plan, self._builder)
 
-    def _encode(self, title: str, job: BuildJob, units: Sequence[Unit], reused: int) -> Built:
-        """Build the units. Return what this command built."""
-        total = reused + sum(unit.count for unit in units)
+    def _encode(self, title: str, job: BuildJob, planned: Sequence[PlannedShard], reused: int) -> Built:
+        """Build the shards. Return what this command built."""
+        total = reused + sum(shard.count for shard in planned)
         if reused:
             info(f"{title}: {reused:,} of {total:,} images are up to date")
         with progress(title, total, "images", done=reused) as bar:
-            built = self._builder.build(job, units, bar)
-        if units:
+            built = self._builder.build(job, planned, bar)
+        if planned:
             share = " by this process" if self._launch.world_size > 1 else ""
             info(f"{title}: {describe_values(built.values)}{share}")
         return built
@@ -269,7 +269,7 @@ class DatasetBuild:
             return existing
         content = self._builder.call(empty_content, self._train.model)
         written = write_shard(shards, entry, content, [Origin("", "", 0, 0, ("",))])
-        place.push_unit(entry.file)
+        place.push_shard(entry.file)
         mark.unlink(missing_ok=True)
         return written
 
@@ -337,13 +337,13 @@ def _why_empty(plan: CachePlan) -> str:
     return f"no usable sample found ({reasons or 'the directories are empty'}){first}"
 
 
-def _verify(place: BuildFolder, units: Sequence[Unit]) -> None:
+def _verify(place: BuildFolder, planned: Sequence[PlannedShard]) -> None:
     """Hash every existing shard and mark the damaged ones."""
     shards = place.folder / SHARDS
-    with progress("hashing shards", len(units), "shards") as bar:
-        for unit in units:
-            entry = read_entry(shards, unit.file)
-            path = shards / unit.file
+    with progress("hashing shards", len(planned), "shards") as bar:
+        for shard in planned:
+            entry = read_entry(shards, shard.file)
+            path = shards / shard.file
             if entry is not None and not (place.is_intact(entry) and is_readable(path.with_suffix(".arrow"))):
                 damaged_mark(path).touch()
             bar.advance()

@@ -13,11 +13,11 @@ import pyarrow as pa
 import pyarrow.feather as feather
 
 from sd3_light.cache.reuse import ValueCounts, undecoded_lines
+from sd3_light.cache.shard_in_progress import is_done
 from sd3_light.cache.sorted_array import SortedArray
-from sd3_light.cache.unit_builder import is_done
 from sd3_light.config.base import CacheLocation
 from sd3_light.config.faults import UserError
-from sd3_light.data.cache_plan import CachePlan, Member, Unit
+from sd3_light.data.cache_plan import CachePlan, Member, PlannedShard
 from sd3_light.data.manifest import MANIFEST, SHARDS, Manifest, ShardEntry, damaged_mark, manifest_bytes, read_entry
 from sd3_light.data.shards import Origin, read_origins
 from sd3_light.inputs import lines_of, open_regular, require_regular
@@ -48,7 +48,7 @@ class CacheState:
     """
 
     folder: Path
-    todo: list[Unit] = field(default_factory=list)
+    todo: list[PlannedShard] = field(default_factory=list)
     fresh: int = 0
     stale: int = 0
     missing: int = 0
@@ -61,32 +61,32 @@ class CacheState:
 
 
 def check_freshness(folder: Path, plan: CachePlan, recipe: Mapping[str, Any], manifest: Manifest | None) -> CacheState:
-    """Compare the files of a cache with its plan; only files of units that are not fresh are opened.
+    """Compare the files of a cache with its plan; only files of shards that are not fresh are opened.
 
     ``manifest`` is the last one.
     """
     state = CacheState(folder)
     shards = folder / SHARDS
-    for unit in plan.units:
-        if _is_fresh(shards, unit, state):
-            state.fresh += unit.count
+    for shard in plan.shards:
+        if _is_fresh(shards, shard, state):
+            state.fresh += shard.count
             state.shards += 1
         else:
-            state.todo.append(unit)
-    state.orphans = sorted(_orphans(shards, plan.units))
+            state.todo.append(shard)
+    state.orphans = sorted(_orphans(shards, plan.shards))
     state.orphan_bytes = sum(path.stat().st_size for path in state.orphans if path.exists())
     _count_stale_and_missing(state, plan, recipe, manifest)
     return state
 
 
-def _is_fresh(shards: Path, unit: Unit, state: CacheState) -> bool:
-    path = shards / unit.file
-    entry = read_entry(shards, unit.file)
+def _is_fresh(shards: Path, shard: PlannedShard, state: CacheState) -> bool:
+    path = shards / shard.file
+    entry = read_entry(shards, shard.file)
     truncated = entry is not None and path.stat().st_size != entry.bytes
     if truncated or damaged_mark(path).exists() or _has_transient_rejects(path):
-        state.damaged.append(unit.file)
+        state.damaged.append(shard.file)
         return False
-    return is_done(shards, unit)
+    return is_done(shards, shard)
 
 
 def planned_shards(folder: Path, plan: CachePlan) -> tuple[list[ShardEntry], bool]:
@@ -96,17 +96,17 @@ def planned_shards(folder: Path, plan: CachePlan) -> tuple[list[ShardEntry], boo
     build these are unknown.
     """
     shards = folder / SHARDS
-    entries = [(unit, read_entry(shards, unit.file)) for unit in plan.units]
+    entries = [(shard, read_entry(shards, shard.file)) for shard in plan.shards]
     are_new = any(entry is None for _, entry in entries)
     rejected = undecoded_keys(shards) if are_new else set[str]()
-    planned = []
-    for unit, entry in entries:
+    expected = []
+    for shard, entry in entries:
         if entry is not None:
-            planned.append(entry)
-        elif not (shards / unit.file).with_suffix(".none").is_file():
-            bad = sum(member.row.key in rejected for member in plan.members(unit)) if rejected else 0
-            planned += [replace(unit.entry, count=unit.count - bad)] if unit.count > bad else []
-    return planned, not are_new or (folder / MANIFEST).is_file()
+            expected.append(entry)
+        elif not (shards / shard.file).with_suffix(".none").is_file():
+            bad = sum(member.row.key in rejected for member in plan.members(shard)) if rejected else 0
+            expected += [replace(shard.entry, count=shard.count - bad)] if shard.count > bad else []
+    return expected, not are_new or (folder / MANIFEST).is_file()
 
 
 def undecoded_keys(shards: Path) -> set[str]:
@@ -133,13 +133,13 @@ def _has_transient_rejects(path: Path) -> bool:
         return True
 
 
-def _orphans(shards: Path, units: Sequence[Unit]) -> Iterator[Path]:
+def _orphans(shards: Path, planned: Sequence[PlannedShard]) -> Iterator[Path]:
     """Yield the shard files outside the plan, except temporary files."""
-    planned = {unit.file.removesuffix(".safetensors") for unit in units}
+    stems = {shard.file.removesuffix(".safetensors") for shard in planned}
     with os.scandir(shards) as entries:
         for entry in entries:
             stem = entry.name.split(".safetensors")[0].removesuffix(Path(entry.name).suffix).removesuffix(".rejects")
-            if not entry.name.startswith((".", "empty-")) and stem not in planned:
+            if not entry.name.startswith((".", "empty-")) and stem not in stems:
                 yield Path(entry.path)
 
 
@@ -154,10 +154,10 @@ def _count_stale_and_missing(
         for path in _tables(shards, replaced):
             require_regular(path)
             known.add(feather.read_table(path, columns=["sample_id"], memory_map=True)["sample_id"])
-        for unit in state.todo:
-            stale = unit.count if unit.file in damaged else int(known.contains(plan.ids(unit)).sum())
+        for shard in state.todo:
+            stale = shard.count if shard.file in damaged else int(known.contains(plan.ids(shard)).sum())
             state.stale += stale
-            state.missing += unit.count - stale
+            state.missing += shard.count - stale
     if manifest is not None and manifest.recipe != recipe:
         keys = dict.fromkeys((*recipe, *manifest.recipe))
         changed = [key for key in keys if manifest.recipe.get(key) != recipe.get(key)]
@@ -169,7 +169,7 @@ def _count_stale_and_missing(
 
 def replaced_entries(manifest: Manifest, plan: CachePlan) -> list[ShardEntry]:
     """Return the shards of the last manifest that are not in the plan: staleness is counted from their tables."""
-    planned = {unit.file for unit in plan.units}
+    planned = {shard.file for shard in plan.shards}
     return [entry for entry in manifest.shards if entry.file not in planned]
 
 
@@ -207,11 +207,11 @@ def _count_causes(state: CacheState, shards: Path, replaced: Sequence[ShardEntry
             for path in _tables(shards, [entry]):
                 previous.add([hash for origin in read_origins(path) for hash in _hashes_of(origin, entry.bucket)])
         damaged = set(state.damaged)
-        for unit in state.todo:
-            if unit.file in damaged:
-                state.causes["in a damaged shard"] += unit.count
+        for shard in state.todo:
+            if shard.file in damaged:
+                state.causes["in a damaged shard"] += shard.count
                 continue
-            hashes = [_hashes_of_member(member) for member in plan.members(unit)]
+            hashes = [_hashes_of_member(member) for member in plan.members(shard)]
             known = previous.contains(np.ravel(hashes)).reshape(-1, 4)
             state.causes.update(_cause(*row) for row in known.tolist() if row[0])
 

@@ -1,4 +1,4 @@
-"""Where units are encoded: the interface, and its implementation by the encoders of this process."""
+"""Where shards are encoded: the interface, and its implementation by the encoders of this process."""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from sd3_light.config import TrainConfig
 from sd3_light.config.base import DataLocation
 from sd3_light.core.encoding import Encoders
 from sd3_light.core.registry import family_of
-from sd3_light.data.cache_plan import Unit
+from sd3_light.data.cache_plan import PlannedShard
 from sd3_light.engines import Launch
 from sd3_light.runlog import Bar
 from sd3_light.sources.decode import (
@@ -29,7 +29,7 @@ _Result = TypeVar("_Result")
 
 
 class Builder(Protocol):
-    """Encodes units. The encoders are loaded when something has to be encoded, and freed at the end."""
+    """Encodes shards. The encoders are loaded when something has to be encoded, and freed at the end."""
 
     def __enter__(self) -> Self: ...
 
@@ -45,8 +45,8 @@ class Builder(Protocol):
     def decode_pool(self, roots: Sequence[DataLocation]) -> AbstractContextManager[BatchPool[DecodeTask, Decoded]]:
         """Return a pool that decodes a few images of sources with these folders."""
 
-    def build(self, job: BuildJob, units: Sequence[Unit], bar: Bar) -> Built:
-        """Build units. Return what this command built."""
+    def build(self, job: BuildJob, planned: Sequence[PlannedShard], bar: Bar) -> Built:
+        """Build shards. Return what this command built."""
 
     def call(
         self,
@@ -96,11 +96,11 @@ class LocalBuilder:
         """Decode with one process of this machine, or in this one if it has no worker processes."""
         return WorkerPool(min(1, self._train.caching_num_workers), decode_images, CRASHED_DECODE)
 
-    def build(self, job: BuildJob, units: Sequence[Unit], bar: Bar) -> Built:
-        """Build the units together with other processes. Return what this process built."""
+    def build(self, job: BuildJob, planned: Sequence[PlannedShard], bar: Bar) -> Built:
+        """Build the shards together with other processes. Return what this process built."""
         old = OldShards(job.place.location, self._train.stream_cache_dir, int(self._train.stream_cache_gb * 1e9))
         builder = ShardBuilder(job, self.encoders, old, bar, self._train)
-        builder.build(units, (self._launch.rank, self._launch.world_size))
+        builder.build(planned, (self._launch.rank, self._launch.world_size))
         return builder.built
 
     def call(

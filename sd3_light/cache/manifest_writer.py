@@ -12,7 +12,7 @@ from typing import Any
 from sd3_light.cache.reuse import PIXELS
 from sd3_light.config import DatasetConfig
 from sd3_light.config.faults import UserError
-from sd3_light.data.cache_plan import CachePlan, PlanCounts, Unit
+from sd3_light.data.cache_plan import CachePlan, PlanCounts, PlannedShard
 from sd3_light.data.manifest import (
     DUPLICATES,
     DUPLICATES_FILE,
@@ -30,7 +30,7 @@ from sd3_light.data.sides import HeldOut
 from sd3_light.data.split import ImageSplit
 from sd3_light.files import atomic_file
 from sd3_light.inputs import lines_of, open_regular, parse_json, require_regular
-from sd3_light.sources.buckets import plan as plan_resize
+from sd3_light.sources.buckets import resize_for
 from sd3_light.sources.name_store import NameStore
 from sd3_light.sources.records import reject_line
 
@@ -49,10 +49,10 @@ class PlannedManifest:
 def write_manifest(
     dataset: DatasetConfig, folder: Path, planned: PlannedManifest, paths: Mapping[str, str]
 ) -> dict[str, int]:
-    """Write rejects, duplicates and the manifest of a plan whose units are all built. Return the counts."""
+    """Write rejects, duplicates and the manifest of a plan whose shards are all built. Return the counts."""
     plan = planned.plan
     shards = folder / SHARDS
-    entries = _entries(plan.units, shards)
+    entries = _entries(plan.shards, shards)
     rejected: Counter[str] = Counter()
     with atomic_file(folder / REJECTS_FILE) as temporary, open(temporary, "w", encoding="utf-8") as file:
         for line in _reject_lines(plan, shards):
@@ -84,11 +84,11 @@ def _count_undecoded(plan: CachePlan, shards: Path) -> PlanCounts:
     """Count the planned samples that were rejected when they were decoded."""
     counts = PlanCounts()
     keys = set[str]()
-    for unit in plan.units:
-        rejected = unit_rejects(shards, unit)
-        for member in plan.members(unit) if rejected else ():
+    for shard in plan.shards:
+        rejected = rejected_keys(shards, shard)
+        for member in plan.members(shard) if rejected else ():
             if member.row.key in rejected:
-                resize = plan_resize(member.row.width, member.row.height, unit.bucket)
+                resize = resize_for(member.row.width, member.row.height, shard.bucket)
                 counts.cropped += resize.cropped_fraction > 0
                 counts.enlarged += resize.enlarged
         keys |= rejected
@@ -96,28 +96,28 @@ def _count_undecoded(plan: CachePlan, shards: Path) -> PlanCounts:
     return counts
 
 
-def unit_rejects(shards: Path, unit: Unit) -> set[str]:
-    """Return the keys of the images of a built unit that could not be decoded."""
-    return {line["key"] for line in _read_lines((shards / unit.file).with_suffix(".rejects.jsonl"))}
+def rejected_keys(shards: Path, shard: PlannedShard) -> set[str]:
+    """Return the keys of the images of a built shard that could not be decoded."""
+    return {line["key"] for line in _read_lines((shards / shard.file).with_suffix(".rejects.jsonl"))}
 
 
-def _entries(units: Sequence[Unit], shards: Path) -> list[ShardEntry]:
-    """Return the entries of all units except those whose samples were all rejected. A missing shard is an error."""
+def _entries(planned: Sequence[PlannedShard], shards: Path) -> list[ShardEntry]:
+    """Return the entries of all shards except those whose samples were all rejected. A missing shard is an error."""
     entries = []
-    for unit in sort_units(units):
-        if (entry := read_entry(shards, unit.file)) is not None:
+    for shard in sort_shards(planned):
+        if (entry := read_entry(shards, shard.file)) is not None:
             entries.append(entry)
-        elif not (shards / unit.file).with_suffix(".none").is_file():
+        elif not (shards / shard.file).with_suffix(".none").is_file():
             raise UserError(
-                f"{shards / unit.file} disappeared, perhaps because another run pruned it; run the cache stage again"
+                f"{shards / shard.file} disappeared, perhaps because another run pruned it; run the cache stage again"
             )
     return entries
 
 
-def sort_units(units: Sequence[Unit]) -> list[Unit]:
-    """Sort units by source, resolution and bucket, then in the order of their samples."""
-    labels = {label: index for index, label in enumerate(dict.fromkeys(unit.label for unit in units))}
-    return sorted(units, key=lambda unit: (labels[unit.label], unit.resolution, unit.bucket, unit.number))
+def sort_shards(planned: Sequence[PlannedShard]) -> list[PlannedShard]:
+    """Sort shards by source, resolution and bucket, then in the order of their samples."""
+    labels = {label: index for index, label in enumerate(dict.fromkeys(shard.label for shard in planned))}
+    return sorted(planned, key=lambda shard: (labels[shard.label], shard.resolution, shard.bucket, shard.number))
 
 
 def _reject_lines(plan: CachePlan, shards: Path) -> Iterator[dict[str, str]]:
@@ -126,15 +126,15 @@ def _reject_lines(plan: CachePlan, shards: Path) -> Iterator[dict[str, str]]:
         yield reject_line(row.key, row.reason, row.detail, row.image)
     with closing(NameStore()) as store:
         seen = store.names()
-        for unit in plan.units:
-            for line in _read_lines((shards / unit.file).with_suffix(".rejects.jsonl")):
+        for shard in plan.shards:
+            for line in _read_lines((shards / shard.file).with_suffix(".rejects.jsonl")):
                 # an image is decoded once per resolution and fails in each
                 if seen.add_new(f"{line['key']}\0{line['reason']}"):
                     yield {name: value for name, value in line.items() if name != PIXELS}
 
 
 def _read_lines(path: Path) -> Iterator[dict[str, str]]:
-    """Yield the lines of a unit's rejects; most units have none."""
+    """Yield the lines of a shard's rejects; most shards have none."""
     if path.is_file():
         try:
             with open_regular(path) as file:
@@ -144,12 +144,12 @@ def _read_lines(path: Path) -> Iterator[dict[str, str]]:
 
 
 def is_manifest_current(folder: Path, planned: PlannedManifest) -> bool:
-    """Return whether the manifest contains exactly the units and sides of this plan."""
+    """Return whether the manifest contains exactly the shards and sides of this plan."""
     try:
         manifest = Manifest.load(folder)
         if manifest.recipe != planned.recipe or manifest.held_out != planned.held_out:
             return False
         # a table has another order
-        return set(manifest.shards) == set(_entries(planned.plan.units, folder / SHARDS))
+        return set(manifest.shards) == set(_entries(planned.plan.shards, folder / SHARDS))
     except UserError:  # missing, or about to be replaced by the main process
         return False

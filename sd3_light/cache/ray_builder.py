@@ -1,7 +1,7 @@
-"""Encode units on a Ray cluster: an actor per GPU or CPU, decode tasks on spare CPUs, results straight to the store.
+"""Encode shards on a Ray cluster: an actor per GPU or CPU, decode tasks on spare CPUs, results straight to the store.
 
 Ray repeats lost decode tasks and restarts actors whose process was lost; the driver replaces those that are gone for
-good and repeats the units of both (`dispatch`). The number of actors follows the cluster unless it is given.
+good and repeats the shards of both (`dispatch`). The number of actors follows the cluster unless it is given.
 Credentials come from the environment of the nodes: none is sent to them.
 """
 
@@ -18,17 +18,17 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 import sd3_light
-from sd3_light.cache.build_folder import UnitFiles
+from sd3_light.cache.build_folder import StoredFiles
 from sd3_light.cache.dispatch import DEPTH, TRIES, WorkerFailed, dispatch
-from sd3_light.cache.ray_encoder import EncoderSettings, ShardEncoder, TaskPool, UnitTask, error_line
-from sd3_light.cache.recipe import make_recipe
+from sd3_light.cache.identity import make_recipe
+from sd3_light.cache.ray_encoder import EncoderSettings, ShardEncoder, ShardTask, TaskPool, error_line
 from sd3_light.cache.shard_builder import BuildJob, Built
-from sd3_light.cache.unit_builder import write_empty_unit, write_rejects
+from sd3_light.cache.shard_in_progress import write_empty_note, write_rejects
 from sd3_light.config import TrainConfig
 from sd3_light.config.base import DataLocation
 from sd3_light.config.faults import UserError
 from sd3_light.core.encoding import Encoders
-from sd3_light.data.cache_plan import Unit
+from sd3_light.data.cache_plan import PlannedShard
 from sd3_light.data.manifest import SHARDS, damaged_mark, read_entry
 from sd3_light.data.store import private_temp_folder
 from sd3_light.runlog import Bar, info
@@ -57,7 +57,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(eq=False)
 class _Actor:
-    """An actor; ``starting`` is its pending answer to `ready`, None once it accepts units; ``node`` is that answer."""
+    """An actor; ``starting`` is its pending answer to `ready`, None once it accepts shards; ``node`` is that answer."""
 
     handle: Any
     starting: Any = None
@@ -77,7 +77,7 @@ class ActorPool:
         self._idle_since = time.monotonic()
 
     def ready(self, wanted: int) -> list[_Actor]:
-        """Return the actors that accept units; start more if the cluster has grown."""
+        """Return the actors that accept shards; start more if the cluster has grown."""
         self._resize(wanted)
         for actor in self._actors:
             if actor.starting is not None and ray.wait([actor.starting], timeout=0)[0]:
@@ -111,7 +111,7 @@ class ActorPool:
         return [actor.starting for actor in self._actors if actor.starting is not None]
 
     def restart(self, actor: _Actor) -> None:
-        """Give an actor no more units until Ray has restarted it."""
+        """Give an actor no more shards until Ray has restarted it."""
         if actor.starting is None:
             if actor.node:
                 info(f"lost an encoder on the node {actor.node}; its shards are built again")
@@ -165,8 +165,8 @@ class ActorPool:
             self._actors[self._actors.index(actor)] = self._start()
 
 
-class _UnitRun:
-    """The units of one dataset on an actor pool, as `dispatch` distributes them."""
+class _ShardRun:
+    """The shards of one dataset on an actor pool, as `dispatch` distributes them."""
 
     def __init__(self, pool: ActorPool, job: BuildJob, bar: Bar) -> None:
         self._pool = pool
@@ -176,26 +176,26 @@ class _UnitRun:
         self.built = Built()
 
     def ready(self, wanted: int) -> list[_Actor]:
-        """Return the actors that accept units."""
+        """Return the actors that accept shards."""
         return self._pool.ready(wanted)
 
-    def submit(self, worker: _Actor, unit: Unit) -> Any:
-        """Send a unit with its samples to an actor."""
+    def submit(self, worker: _Actor, shard: PlannedShard) -> Any:
+        """Send a shard with its samples to an actor."""
         plan = self._job.plan
         place = self._job.place
-        stored = UnitFiles(place.unit_files(unit.file).record)
+        stored = StoredFiles(place.stored_files(shard.file).record)
         cpus = self._pool.decode_cpus
-        members = plan.members(unit)
-        root = plan.source(unit).root
-        task = UnitTask(unit, members, self._job.copies(members), root, place.location, stored, cpus)
+        members = plan.members(shard)
+        root = plan.source(shard).root
+        task = ShardTask(shard, members, self._job.copies(members), root, place.location, stored, cpus)
         return worker.handle.build.options(name="build shard").remote(task)
 
     def wait(self, handles: Sequence[Any]) -> list[Any]:
-        """Return units that have finished; return early if an actor has started."""
+        """Return shards that have finished; return early if an actor has started."""
         finished, _ = ray.wait([*handles, *self._pool.pending], timeout=POLL_SECONDS)
         return [handle for handle in finished if handle in handles]
 
-    def finish(self, worker: _Actor, handle: Any, unit: Unit) -> None:
+    def finish(self, worker: _Actor, handle: Any, shard: PlannedShard) -> None:
         """Take over what an actor wrote."""
         try:
             built, files = ray.get(handle)
@@ -206,39 +206,39 @@ class _UnitRun:
         except RayError as error:
             self._pool.restart(worker)
             raise WorkerFailed(error_line(error)) from error
-        self._job.place.adopt_unit(unit.file, files)
-        self._require_visible(unit, worker.node)
-        damaged_mark(self._shards / unit.file).unlink(missing_ok=True)
+        self._job.place.adopt_shard(shard.file, files)
+        self._require_visible(shard, worker.node)
+        damaged_mark(self._shards / shard.file).unlink(missing_ok=True)
         self.built += built
-        self._bar.advance(unit.count)
+        self._bar.advance(shard.count)
 
-    def reject(self, unit: Unit, cause: str) -> None:
-        """Reject all samples of a unit that could not be built. The next run tries again.
+    def reject(self, shard: PlannedShard, cause: str) -> None:
+        """Reject all samples of a shard that could not be built. The next run tries again.
 
         An intact shard that was to be encoded again is kept instead.
         """
         detail = f"failed {TRIES} times alone on a node of the Ray cluster: {cause}"
-        self._bar.advance(unit.count)
-        if self._has_intact_shard(unit):
-            info(f"kept the existing shard {unit.file}; encoding it again {detail}")
+        self._bar.advance(shard.count)
+        if self._has_intact_shard(shard):
+            info(f"kept the existing shard {shard.file}; encoding it again {detail}")
             return
-        rows = (member.row for member in self._job.plan.members(unit))
-        write_rejects(self._shards, unit, [reject_line(row.key, "shard_failed", detail, row.image) for row in rows])
-        write_empty_unit(self._shards, unit)
-        self._job.place.push_unit(unit.file)
-        damaged_mark(self._shards / unit.file).unlink(missing_ok=True)
-        info(f"rejected the {unit.count} samples of {unit.file}, which {detail}")
+        rows = (member.row for member in self._job.plan.members(shard))
+        write_rejects(self._shards, shard, [reject_line(row.key, "shard_failed", detail, row.image) for row in rows])
+        write_empty_note(self._shards, shard)
+        self._job.place.push_shard(shard.file)
+        damaged_mark(self._shards / shard.file).unlink(missing_ok=True)
+        info(f"rejected the {shard.count} samples of {shard.file}, which {detail}")
 
-    def _has_intact_shard(self, unit: Unit) -> bool:
-        entry = read_entry(self._shards, unit.file)
+    def _has_intact_shard(self, shard: PlannedShard) -> bool:
+        entry = read_entry(self._shards, shard.file)
         return entry is not None and self._job.place.is_intact(entry)
 
-    def _require_visible(self, unit: Unit, node: str) -> None:
+    def _require_visible(self, shard: PlannedShard, node: str) -> None:
         deadline = time.monotonic() + VISIBLE_SECONDS
-        while not ((self._shards / unit.file).is_file() or (self._shards / unit.file).with_suffix(".none").is_file()):
+        while not ((self._shards / shard.file).is_file() or (self._shards / shard.file).with_suffix(".none").is_file()):
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"node {node} wrote {self._shards / unit.file}, which this node does not see; cache_dir must be a "
+                    f"node {node} wrote {self._shards / shard.file}, which this node does not see; cache_dir must be a "
                     "folder that all nodes share, or a URL"
                 )
             time.sleep(0.1)
@@ -307,13 +307,13 @@ class RayBuilder:
         ahead = 2 * max(1, int(ray.cluster_resources().get("CPU", 0)))
         return ahead, 1 if self._pool is None else self._pool.decode_cpus
 
-    def build(self, job: BuildJob, units: Sequence[Unit], bar: Bar) -> Built:
-        """Build units on the actors. Return what they built."""
-        if not units:
+    def build(self, job: BuildJob, planned: Sequence[PlannedShard], bar: Bar) -> Built:
+        """Build shards on the actors. Return what they built."""
+        if not planned:
             return Built()
-        run = _UnitRun(self.pool, job, bar)
-        for unit, cause in dispatch(units, run).items():
-            run.reject(unit, cause)
+        run = _ShardRun(self.pool, job, bar)
+        for shard, cause in dispatch(planned, run).items():
+            run.reject(shard, cause)
         return run.built
 
     def call(

@@ -1,4 +1,4 @@
-"""What the cache stage runs on a Ray cluster: actors with encoders, which build units, and tasks that decode images."""
+"""What the cache stage runs on a Ray cluster: actors with encoders that build shards, and tasks that decode images."""
 
 import os
 import shutil
@@ -17,18 +17,18 @@ from typing import Any, Generic, TypeVar
 import ray
 from ray.exceptions import OutOfDiskError, OutOfMemoryError, RayTaskError, WorkerCrashedError
 
-from sd3_light.cache.build_folder import UnitFiles, open_unit_folder
+from sd3_light.cache.build_folder import StoredFiles, open_shard_folder
 from sd3_light.cache.copies import Copies, OldShards
-from sd3_light.cache.recipe import make_recipe
-from sd3_light.cache.reuse import UnitCopies
+from sd3_light.cache.identity import make_recipe
+from sd3_light.cache.reuse import ShardCopies
 from sd3_light.cache.shard_builder import Built, tokenize_missing
-from sd3_light.cache.unit_builder import UnitInProgress, decode_batches, unit_teacher, write_unit
+from sd3_light.cache.shard_in_progress import ShardInProgress, decode_batches, teacher_column, write_finished
 from sd3_light.config import ModelConfig
 from sd3_light.config.base import CacheLocation, DataLocation
 from sd3_light.config.faults import UserError
 from sd3_light.core.encoding import Encoders
 from sd3_light.core.registry import family_of
-from sd3_light.data.cache_plan import Member, Unit
+from sd3_light.data.cache_plan import Member, PlannedShard
 from sd3_light.data.manifest import SHARDS
 from sd3_light.data.store import private_temp_folder
 from sd3_light.engines import Launch
@@ -59,23 +59,23 @@ class EncoderSettings:
 
 
 @dataclass(frozen=True)
-class UnitTask:
-    """A unit to build and what it copies.
+class ShardTask:
+    """A shard to build and what it copies.
 
     ``stored`` is what the store has of it; ``decode_cpus`` what its decode tasks reserve.
     """
 
-    unit: Unit
+    shard: PlannedShard
     members: Sequence[Member]
-    copies: UnitCopies
+    copies: ShardCopies
     root: DataLocation
     location: CacheLocation
-    stored: UnitFiles
+    stored: StoredFiles
     decode_cpus: int
 
 
 class ShardEncoder:
-    """Builds units. While one is encoded, the images of another are decoded and a third is written."""
+    """Builds shards. While one is encoded, the images of another are decoded and a third is written."""
 
     def __init__(self, settings: EncoderSettings) -> None:
         quiet_libraries()
@@ -104,7 +104,7 @@ class ShardEncoder:
             return self._node
 
     def _prepare(self) -> tuple[Encoders, Path]:
-        """Return the encoders, checked once, and the folder for files of units that are being built."""
+        """Return the encoders, checked once, and the folder for files of shards that are being built."""
         with self._preparing:
             if self._prepared is None:
                 settings = self._settings
@@ -123,17 +123,17 @@ class ShardEncoder:
             with self._device:
                 return function(encoders, *args, **kwargs)
 
-    def build(self, task: UnitTask) -> tuple[Built, UnitFiles]:
-        """Build a unit in the cache. Return what was built and what the store has of it now."""
+    def build(self, task: ShardTask) -> tuple[Built, StoredFiles]:
+        """Build a shard in the cache. Return what was built and what the store has of it now."""
         with self._named_errors():
             return self._build(task)
 
-    def _build(self, task: UnitTask) -> tuple[Built, UnitFiles]:
+    def _build(self, task: ShardTask) -> tuple[Built, StoredFiles]:
         encoders, scratch = self._prepare()
         copies = self._open_copies(task)
         tokens = self._tokenizer.submit(tokenize_missing, encoders, task.members, copies)
-        teacher = unit_teacher(self._settings.model, task.unit)
-        current = UnitInProgress(task.unit, list(task.members), tokens, copies, teacher)
+        teacher = teacher_column(self._settings.model, task.shard)
+        current = ShardInProgress(task.shard, list(task.members), tokens, copies, teacher)
         batches = decode_batches(task.members, copies, task.root, self._settings.model, self._settings.batch_size)
         images = iter([[]]) if current.is_decoded else self._decoder(task).map(batches)
         first = next(images)  # decoding starts now, even if the device is busy
@@ -143,13 +143,13 @@ class ShardEncoder:
             current.encode_text(encoders)
             wait = encoders.waiter()
         wait()
-        with open_unit_folder(task.location, task.stored, scratch) as place:
+        with open_shard_folder(task.location, task.stored, scratch) as place:
             fingerprints = self._settings.recipe["columns"]
-            write_unit(place.folder / SHARDS, current, task.root, self._settings.model, fingerprints)
-            place.push_unit(task.unit.file)
-            return Built(len(current.accepted), current.counts), place.unit_files(task.unit.file)
+            write_finished(place.folder / SHARDS, current, task.root, self._settings.model, fingerprints)
+            place.push_shard(task.shard.file)
+            return Built(len(current.accepted), current.counts), place.stored_files(task.shard.file)
 
-    def _open_copies(self, task: UnitTask) -> Copies:
+    def _open_copies(self, task: ShardTask) -> Copies:
         settings = self._settings
         with self._opening:
             old = self._old.setdefault(
@@ -159,7 +159,7 @@ class ShardEncoder:
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
-        """Add the name of this node to user errors, which the driver reports. A full disk is one, not a poison unit."""
+        """Add the name of this node to user errors, which the driver reports. A full disk is one."""
         try:
             yield
         except NodeError:
@@ -171,7 +171,7 @@ class ShardEncoder:
                 raise
             raise UserError(f"{line} (on the node {self._node})") from error
 
-    def _decoder(self, task: UnitTask) -> BatchPool[DecodeTask, Decoded]:
+    def _decoder(self, task: ShardTask) -> BatchPool[DecodeTask, Decoded]:
         # without spare CPUs more than two tasks would only take the encoder's own
         ahead = self._settings.decode_ahead if task.decode_cpus else 2
         return TaskPool("decode images", decode_images, CRASHED_DECODE, ahead, task.decode_cpus, [task.root])
@@ -190,7 +190,7 @@ def _require_same_encoders(settings: EncoderSettings, memo: Path) -> None:
 
 
 def _new_scratch(folder: Path) -> Path:
-    """Return a folder for the files of units that are being built; remove those of actors that were killed."""
+    """Return a folder for the files of shards that are being built; remove those of actors that were killed."""
     prefix = f"ray-{machine()}-"
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob(f"{prefix}*-*"):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sd3_light.cache.reuse import ValueCounts
 from sd3_light.config import DatasetConfig, TrainConfig, batch_size_for
-from sd3_light.data.cache_plan import Unit
+from sd3_light.data.cache_plan import PlannedShard
 from sd3_light.data.manifest import DUPLICATES, DUPLICATES_FILE, EXCLUDED, REJECTED, REJECTS_FILE, UNMATCHED
 from sd3_light.data.order import BucketOrder, Segment
 from sd3_light.data.shard_table import ShardEntry
@@ -60,13 +60,15 @@ class CacheReport:
     missing: int = 0
 
 
-def small_buckets(units: Sequence[Unit], dataset: DatasetConfig, train: TrainConfig, world_size: int) -> dict[str, int]:
+def small_buckets(
+    planned: Sequence[PlannedShard], dataset: DatasetConfig, train: TrainConfig, world_size: int
+) -> dict[str, int]:
     """Return the sample counts of buckets with fewer occurrences per epoch than one global batch."""
     repeats = {source.label: source.directory.num_repeats for source in make_sources(dataset.directories)}
     buckets: dict[tuple[tuple[int, int], str], list[Segment]] = {}
-    for unit in units:
-        segments = buckets.setdefault((unit.resolution, str(unit.bucket)), [])
-        segments.append(Segment(unit.count, repeats[unit.label]))
+    for shard in planned:
+        segments = buckets.setdefault((shard.resolution, str(shard.bucket)), [])
+        segments.append(Segment(shard.count, repeats[shard.label]))
     step = train.gradient_accumulation_steps * world_size
     small = {}
     for (size, bucket), segments in buckets.items():

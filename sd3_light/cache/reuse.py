@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from sd3_light.cache.sorted_array import SortedArray
 from sd3_light.core.columns import IMAGE, MASK, OPTIONAL, REFERENCE, Column, beside_captions, entry_of, stored_entry
-from sd3_light.data.cache_plan import CachePlan, Member, Text, Unit, reuse_name, texts_of
+from sd3_light.data.cache_plan import CachePlan, Member, PlannedShard, Text, reuse_name, texts_of
 from sd3_light.data.manifest import Manifest, ShardEntry, damaged_mark
 from sd3_light.data.shard_table import ShardTable
 from sd3_light.data.shards import REFERENCES, stored_names
@@ -95,8 +95,8 @@ class CopiedColumns:
 
 
 @dataclass(frozen=True)
-class UnitCopies:
-    """What a unit copies: for each entry the places by the numbers of samples, and those of captions by their text.
+class ShardCopies:
+    """What a shard copies: for each entry the places by the numbers of samples, and those of captions by their text.
 
     The shards of places are numbered as in ``shards``.
     """
@@ -109,7 +109,7 @@ class UnitCopies:
 
 @dataclass(frozen=True)
 class Update:
-    """A build on an old manifest: ``units`` are to be built in the folder ``shards``, and ``columns`` can be copied.
+    """A build on an old manifest: ``shards`` are to be built in the folder ``shards``, and ``columns`` can be copied.
 
     ``entries`` are those that samples may have.
 
@@ -117,7 +117,7 @@ class Update:
     """
 
     plan: CachePlan
-    units: Sequence[Unit]
+    planned: Sequence[PlannedShard]
     old: Manifest
     digest: str
     columns: CopiedColumns
@@ -131,7 +131,7 @@ class Update:
 
     def sources(self) -> list[ShardEntry]:
         """Return the old shards to copy from: complete ones that this update does not replace under their name."""
-        replaced = {unit.file for unit in self.units}
+        replaced = {shard.file for shard in self.planned}
         entries = ShardTable.of(self.old.shards) if self.old.shards else ()
         return [entry for entry in entries if entry.file not in replaced and self._exists(entry)]
 
@@ -156,8 +156,8 @@ class ReuseIndex:
         table = path.with_suffix(".arrow")
         self._shards = ShardTable.read(table) if table.is_file() else ()
 
-    def copies(self, members: Sequence[Member]) -> UnitCopies:
-        """Return what the unit with these samples copies."""
+    def copies(self, members: Sequence[Member]) -> ShardCopies:
+        """Return what the shard with these samples copies."""
         texts = list(distinct_texts(members, self.columns.beside))
         fingerprints = [member.fingerprints for member in members]
         entries = {
@@ -171,7 +171,7 @@ class ReuseIndex:
         def renumbered(found: Mapping[int, Place]) -> dict[int, Place]:
             return {at: (numbers[number], row) for at, (number, row) in found.items()}
 
-        return UnitCopies(
+        return ShardCopies(
             tuple(self._shards[number] for number in numbers),
             {entry: renumbered(found) for entry, found in entries.items()},
             {texts[at]: place for at, place in renumbered(captions).items()},
@@ -252,14 +252,14 @@ def _write(update: Update, fetch_tables: Callable[[Iterable[str]], None]) -> Non
 
 
 def _add_wanted(update: Update, wanted: Mapping[str, SortedArray]) -> None:
-    """Add the fingerprints of what the units consist of, without samples that are known to be rejected."""
+    """Add the fingerprints of what the shards consist of, without samples that are known to be rejected."""
     with ExitStack() as stack:
         rejects = _known_rejects(update.shards)
         bar = None
-        if len(update.units) > _MANY_SHARDS:
-            bar = stack.enter_context(progress("comparing with the old shards", len(update.units), "shards"))
-        for unit in update.units:
-            members = update.plan.members(unit)
+        if len(update.planned) > _MANY_SHARDS:
+            bar = stack.enter_context(progress("comparing with the old shards", len(update.planned), "shards"))
+        for shard in update.planned:
+            members = update.plan.members(shard)
             if rejects:
                 members = [member for member in members if member.pixels_fingerprint not in rejects]
             fingerprints = [member.fingerprints for member in members]

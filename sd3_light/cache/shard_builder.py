@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 
 from sd3_light.cache.build_folder import BuildFolder
 from sd3_light.cache.copies import Copies, OldShards
-from sd3_light.cache.reuse import CopiedColumns, ReuseIndex, UnitCopies, ValueCounts
-from sd3_light.cache.unit_builder import (
-    UnitInProgress,
+from sd3_light.cache.reuse import CopiedColumns, ReuseIndex, ShardCopies, ValueCounts
+from sd3_light.cache.shard_in_progress import (
+    ShardInProgress,
     decode_batches,
     is_done,
+    teacher_column,
     text_groups,
-    unit_teacher,
-    write_unit,
+    write_finished,
 )
 from sd3_light.config import TrainConfig
 from sd3_light.config.faults import UserError
 from sd3_light.core.encoding import Encoders, Tokens
-from sd3_light.data.cache_plan import CachePlan, Member, Unit
+from sd3_light.data.cache_plan import CachePlan, Member, PlannedShard
 from sd3_light.data.manifest import SHARDS, damaged_mark
 from sd3_light.runlog import Bar
 from sd3_light.sources.catalogue import rotate_to_share
@@ -44,9 +44,9 @@ def wait_for_main(pending_task: Callable[[], str | None], timeout: float) -> Non
 
 @dataclass(frozen=True)
 class BuildJob:
-    """The cache that units belong to: its folder, plan, and the ``fingerprints`` of its columns.
+    """The cache that shards belong to: its folder, plan, and the ``fingerprints`` of its columns.
 
-    ``reuse`` says what is copied from old shards; None: nothing. ``regenerate``: encode units again that are built.
+    ``reuse`` says what is copied from old shards; None: nothing. ``regenerate``: encode shards again that are built.
     ``beside`` are the images of samples that their captions are encoded with.
     """
 
@@ -58,10 +58,10 @@ class BuildJob:
     regenerate: bool = False
     beside: tuple[str, ...] = ()
 
-    def copies(self, members: Sequence[Member]) -> UnitCopies:
-        """Return what a unit with these samples copies."""
+    def copies(self, members: Sequence[Member]) -> ShardCopies:
+        """Return what a shard with these samples copies."""
         if self.reuse is None:
-            return UnitCopies(columns=CopiedColumns(beside=self.beside))
+            return ShardCopies(columns=CopiedColumns(beside=self.beside))
         return self.reuse.copies(members)
 
 
@@ -77,7 +77,7 @@ class Built:
 
 
 class ShardBuilder:
-    """Encodes the units that no other process does, until all are built."""
+    """Encodes the shards that no other process does, until all are built."""
 
     def __init__(self, job: BuildJob, encoders: Encoders, old: OldShards, bar: Bar, train: TrainConfig) -> None:
         self._job = job
@@ -90,9 +90,9 @@ class ShardBuilder:
         self._shards = job.place.folder / SHARDS
         self.built = Built()
 
-    def build(self, units: Sequence[Unit], share: tuple[int, int]) -> None:
-        """Build units until all are built, by this or another process; wait for others as long as there is progress."""
-        remaining = rotate_to_share(units, share)
+    def build(self, planned: Sequence[PlannedShard], share: tuple[int, int]) -> None:
+        """Build shards until all are built, here or elsewhere; wait for others as long as there is progress."""
+        remaining = rotate_to_share(planned, share)
         if not remaining:
             return
         last_progress = time.monotonic()
@@ -108,13 +108,13 @@ class ShardBuilder:
                     )
                 time.sleep(POLL_SECONDS)
 
-    def _pass(self, units: Sequence[Unit], pool: WorkerPool[DecodeTask, Decoded]) -> list[Unit]:
-        """Encode every unclaimed unit. Return those that other processes have claimed."""
-        claimed: list[Unit] = []
-        queue: deque[UnitInProgress] = deque()
+    def _pass(self, planned: Sequence[PlannedShard], pool: WorkerPool[DecodeTask, Decoded]) -> list[PlannedShard]:
+        """Encode every unclaimed shard. Return those that other processes have claimed."""
+        claimed: list[PlannedShard] = []
+        queue: deque[ShardInProgress] = deque()
         with ThreadPoolExecutor(1, "tokens") as tokenizer, ThreadPoolExecutor(WRITERS, "writer") as writer:
             writes: deque[Future[None]] = deque()
-            for images in pool.map(self._tasks(units, queue, claimed, tokenizer)):
+            for images in pool.map(self._tasks(planned, queue, claimed, tokenizer)):
                 queue[0].add(images, self._encoders)
                 if queue[0].is_decoded:
                     current = queue.popleft()
@@ -123,45 +123,49 @@ class ShardBuilder:
                         writes.popleft().result()
                     writes.append(writer.submit(self._write, current, self._encoders.waiter()))
                     self.built += Built(len(current.accepted), current.counts)
-                    self._bar.advance(current.unit.count)
+                    self._bar.advance(current.shard.count)
             for write in writes:
                 write.result()
         return claimed
 
     def _tasks(
-        self, units: Sequence[Unit], queue: deque[UnitInProgress], claimed: list[Unit], tokenizer: ThreadPoolExecutor
+        self,
+        planned: Sequence[PlannedShard],
+        queue: deque[ShardInProgress],
+        claimed: list[PlannedShard],
+        tokenizer: ThreadPoolExecutor,
     ) -> Iterator[list[DecodeTask]]:
-        """Yield the images of one unit after another; a unit is claimed when its first images are requested."""
-        for unit in units:
-            if self._is_built(unit):
-                self._bar.advance(unit.count)
-            elif not self._claims.take(unit.file):
-                claimed.append(unit)
-            elif self._is_built(unit):  # built between the check and the claim
-                self._claims.release(unit.file)
-                self._bar.advance(unit.count)
+        """Yield the images of one shard after another; a shard is claimed when its first images are requested."""
+        for shard in planned:
+            if self._is_built(shard):
+                self._bar.advance(shard.count)
+            elif not self._claims.take(shard.file):
+                claimed.append(shard)
+            elif self._is_built(shard):  # built between the check and the claim
+                self._claims.release(shard.file)
+                self._bar.advance(shard.count)
             else:
-                members = self._plan.members(unit)
-                root = self._plan.source(unit).root
+                members = self._plan.members(shard)
+                root = self._plan.source(shard).root
                 copies = Copies(self._job.copies(members), self._old)
                 tokens = tokenizer.submit(tokenize_missing, self._encoders, members, copies)
-                teacher = unit_teacher(self._train.model, unit)
-                queue.append(UnitInProgress(unit, members, tokens, copies, teacher))
+                teacher = teacher_column(self._train.model, shard)
+                queue.append(ShardInProgress(shard, members, tokens, copies, teacher))
                 yield from decode_batches(members, copies, root, self._train.model, self._train.caching_batch_size)
 
-    def _is_built(self, unit: Unit) -> bool:
+    def _is_built(self, shard: PlannedShard) -> bool:
         if not self._job.regenerate:
-            return is_done(self._shards, unit)
-        path = self._shards / unit.file
+            return is_done(self._shards, shard)
+        path = self._shards / shard.file
         return self._claims.is_newer(path) or self._claims.is_newer(path.with_suffix(".none"))
 
-    def _write(self, finished: UnitInProgress, wait: Callable[[], None]) -> None:
+    def _write(self, finished: ShardInProgress, wait: Callable[[], None]) -> None:
         wait()
-        root = self._plan.source(finished.unit).root
-        write_unit(self._shards, finished, root, self._train.model, self._job.fingerprints)
-        self._job.place.push_unit(finished.unit.file)
-        damaged_mark(self._shards / finished.unit.file).unlink(missing_ok=True)
-        self._claims.release(finished.unit.file)
+        root = self._plan.source(finished.shard).root
+        write_finished(self._shards, finished, root, self._train.model, self._job.fingerprints)
+        self._job.place.push_shard(finished.shard.file)
+        damaged_mark(self._shards / finished.shard.file).unlink(missing_ok=True)
+        self._claims.release(finished.shard.file)
 
 
 def tokenize_missing(encoders: Encoders, members: Sequence[Member], copies: Copies) -> list[Tokens]:

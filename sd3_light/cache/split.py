@@ -6,9 +6,9 @@ from functools import partial
 from pathlib import Path
 
 from sd3_light.cache.freshness import undecoded_keys
-from sd3_light.cache.manifest_writer import unit_rejects
+from sd3_light.cache.manifest_writer import rejected_keys
 from sd3_light.cache.rows import CatalogueRows
-from sd3_light.cache.unit_builder import is_done
+from sd3_light.cache.shard_in_progress import is_done
 from sd3_light.data.cache_plan import CachePlan, ShowProgress, digest_of
 from sd3_light.data.sides import HeldOut
 from sd3_light.data.split import RECORD, ImageSplit, split_images
@@ -61,17 +61,17 @@ def held_out_samples(split: ImageSplit, plan: CachePlan, shards: Path) -> HeldOu
     sides = dict.fromkeys(split.validation, "validation") | dict.fromkeys(split.unused, "unused")
     earlier: set[int] | None = None
     held: dict[str, dict[str, tuple[int, ...]]] = {"validation": {}, "unused": {}}
-    for unit in plan.units if sides else ():
-        ids = [number for number in plan.ids(unit).tolist() if number in sides]
+    for shard in plan.shards if sides else ():
+        ids = [number for number in plan.ids(shard).tolist() if number in sides]
         if not ids:
             continue
-        if is_done(shards, unit):
-            lost = set(map(sample_id, unit_rejects(shards, unit)))
+        if is_done(shards, shard):
+            lost = set(map(sample_id, rejected_keys(shards, shard)))
         else:
             earlier = earlier if earlier is not None else set(map(sample_id, undecoded_keys(shards)))
             lost = earlier
         for side, by_file in held.items():
             chosen = tuple(number for number in ids if sides[number] == side and number not in lost)
             if chosen:
-                by_file[unit.file] = chosen
+                by_file[shard.file] = chosen
     return HeldOut(**held)

@@ -1,14 +1,14 @@
 """The cache stage: encode images and captions once with the VAE and the three text encoders, into immutable shards.
 
-All processes of a launch, and all other commands on the same folder, divide the units among themselves; none waits in a
-collective (law 9). A unit of work is one shard. Its name identifies everything that determines it: existing shards are
-reused, and missing ones are built by this run or the next. They copy what the shards of the old manifest have of their
-images and captions, and encode the rest.
+All processes of a launch, and all other commands on the same folder, divide the shards among themselves; none waits in
+a collective (law 9). The name of a shard identifies everything that determines it: existing shards are reused, and
+missing ones are built by this run or the next. They copy what the shards of the old manifest have of their images and
+captions, and encode the rest.
 """
 
 from sd3_light.cache.dataset_build import DatasetBuild
+from sd3_light.cache.identity import is_remote, is_trusted, make_recipe
 from sd3_light.cache.local_builder import Builder, LocalBuilder
-from sd3_light.cache.recipe import is_remote, is_trusted, make_recipe
 from sd3_light.cache.report import CacheOptions, CacheReport
 from sd3_light.config import LoadedConfig, TrainConfig
 from sd3_light.config.faults import UserError

@@ -171,14 +171,16 @@ def _averages(ema: EmaConfig, steps: int) -> Iterator[Line]:
 
 
 def _warnings(train: TrainConfig, estimate: RunEstimate) -> Iterator[Line]:
-    unguided = family_of(train.model).no_guidance(estimate.start)
+    family = family_of(train.model)
+    unguided = family.no_guidance(estimate.start)
     yield from (("warning", warning) for warning in config_warnings(train, estimate.total_steps, unguided))
     if other := other_shift(with_base_values(train.model)):
         yield "shift", other
     if sentence := unlearnt_steps(train):
         yield "warning", sentence
     yield from (("warning", leak.sentence()) for leak in estimate.leaks)
-    yield from (("prompt", f"warning: {line}") for line in _cut_prompts(train))
+    limits = family.encoding.model_limits(train.model)
+    yield from (("prompt", f"warning: {line}") for line in cut_prompts(prompts_to_encode(train), limits))
     side = max((min(row.resolution) for row in estimate.data.rows), default=0)
     if not train.model.continues_weights and (sentence := short_captions(estimate.data.captions, side)):
         yield "captions", f"warning: {sentence}"
@@ -187,10 +189,6 @@ def _warnings(train: TrainConfig, estimate: RunEstimate) -> Iterator[Line]:
             yield f"captions {data.name}", sentence
         if sentence := data.extremes.sentence():
             yield f"images {data.name}", sentence
-
-
-def _cut_prompts(train: TrainConfig) -> list[str]:
-    return cut_prompts(prompts_to_encode(train), family_of(train.model).encoding.model_limits(train.model))
 
 
 # --- disk ---------------------------------------------------------------------------------------

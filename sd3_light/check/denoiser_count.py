@@ -116,7 +116,7 @@ class FewOfEachBlock:
         casts = sum(4 * value.numel() for value in cast)
         target = 4 * output.numel()
         return Counts(
-            forward_flops=self._times_blocks(counter.flops),
+            forward_flops=counter.flops[0] + counter.flops[-1] + sum(counter.flops[kind + 1] for kind in self.kinds),
             input_flops=missing,
             features=sum(value.nbytes for value in features),
             target=target,
@@ -125,10 +125,6 @@ class FewOfEachBlock:
             tensor=counter.largest,
             blocks=counter.block_bytes(),
         )
-
-    def _times_blocks(self, sections: list[int]) -> int:
-        """Return the sum over all blocks and what is before and after them."""
-        return sections[0] + sections[-1] + sum(sections[kind + 1] for kind in self.kinds)
 
 
 def _backward_flops(output: Tensor) -> int:

@@ -2,13 +2,13 @@
 
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from sd3_light.config import DatasetConfig, DirectoryConfig, Fault, LoadedConfig, UserError
+from sd3_light.config import DatasetConfig, DirectoryConfig, Fault, LoadedConfig, Resolution, UserError
 from sd3_light.config.base import DataLocation
 from sd3_light.config.cross_checks import negative_prompts
 from sd3_light.config.family_keys import AUTO, unknown_keys
@@ -296,18 +296,22 @@ class _DiskChecks:
 
     def buckets(self, dataset: DatasetConfig) -> None:
         """Check that no bucket is larger than the denoiser's position table, and that sides are whole tokens."""
-        limit = self.largest_side or math.inf
         for index, directory in enumerate(dataset.directories):
             key = f"directory[{index}].{'size_buckets' if directory.size_buckets else 'resolutions'}"
-            buckets = buckets_for(directory)
-            if too_wide := [str(bucket) for bucket in buckets if max(bucket.width, bucket.height) > limit]:
-                problem = f"the denoiser's position table ends at {limit} px"
-                hint = "choose smaller resolutions, or narrower ratios (min_ar, max_ar)"
-                self.add(key, problem, ", ".join(too_wide), hint, file=str(dataset.path))
-            if uneven := [str(bucket) for bucket in buckets if bucket.width % self.step or bucket.height % self.step]:
-                problem = f"the model needs sides that are multiples of {self.step}"
-                hint = f"write side_step = {self.step}" if directory.enable_ar_bucket else "choose other sizes"
-                self.add(key, problem, ", ".join(uneven), hint, file=str(dataset.path))
+            sizes = [(bucket.width, bucket.height) for bucket in buckets_for(directory)]
+            smaller = "choose smaller resolutions, or narrower ratios (min_ar, max_ar)"
+            other = f"write side_step = {self.step}" if directory.enable_ar_bucket else "choose other sizes"
+            self._sides(key, sizes, (smaller, other), file=str(dataset.path))
+
+    def _sides(self, key: str, sizes: Sequence[Resolution], hints: tuple[str, str], **more: str) -> None:
+        """Check that the denoiser has positions for all sizes, and that their sides are whole tokens."""
+        limit = self.largest_side or math.inf
+        smaller, other = hints
+        if wide := [f"{width}x{height}" for width, height in sizes if max(width, height) > limit]:
+            self.add(key, f"the denoiser's position table ends at {limit} px", ", ".join(wide), smaller, **more)
+        if uneven := [f"{width}x{height}" for width, height in sizes if width % self.step or height % self.step]:
+            problem = f"the model needs sides that are multiples of {self.step}"
+            self.add(key, problem, ", ".join(uneven), other, **more)
 
     def continued_values(self) -> None:
         """Check the scheduler of continued weights, and negative prompts against the text they were trained with."""
@@ -322,15 +326,11 @@ class _DiskChecks:
     def sampling(self) -> None:
         """Check that no sample image is larger than the denoiser's position table."""
         settings = self.train.sampling
-        limit = self.largest_side
         sizes = {"sampling.size": settings.size}
         sizes |= {f"sampling.image[{index}].size": image.size for index, image in enumerate(settings.image)}
-        for key, sides in sizes.items():
-            if limit is not None and sides is not None and max(sides) > limit:
-                self.add(key, f"the denoiser's position table ends at {limit} px", list(sides), "choose a smaller size")
-            if sides is not None and any(side % self.step for side in sides):
-                problem = f"the model needs sides that are multiples of {self.step}"
-                self.add(key, problem, list(sides), "choose another size")
+        for key, size in sizes.items():
+            if size is not None:
+                self._sides(key, [size], ("choose a smaller size", "choose another size"))
 
     def sampled_frames(self, family: Family) -> None:
         """Check that the family draws clips of the requested length."""
@@ -476,37 +476,43 @@ class _DiskChecks:
 
 
 def _path_problems(directory: DirectoryConfig) -> Iterator[tuple[str, str, DataLocation]]:
-    sources = {key: getattr(directory, key) for key in ("path", "mask_path", "default_mask_file", "rejected")}
-    for key, url in sources.items():
-        if isinstance(url, str) and (problem := _url_problem(url)):
-            yield key, problem, url
-    path, masks, mask, rejected = (None if isinstance(source, str) else source for source in sources.values())
-    is_container = path is not None and path.is_file() and path.suffix.lower() in CONTAINERS
-    if path is not None and path.exists() and not path.is_dir() and not is_container:
-        yield "path", "neither a folder nor a .tar or .parquet file", path
-    if masks is not None and masks.exists() and not masks.is_dir():
-        yield "mask_path", "not a folder (use default_mask_file for one mask for all)", masks
-    if mask is not None and mask.exists() and not mask.is_file():
-        yield "default_mask_file", "not a file", mask
-    if rejected is not None and rejected.exists() and not rejected.is_dir():
-        yield "rejected", "not a folder", rejected
-    for folder in directory.references:
-        if isinstance(folder, str):
-            if problem := _url_problem(folder):
-                yield "references", problem, folder
-        elif not folder.is_dir():
-            yield "references", "not a folder", folder
-    if directory.exclude is not None and directory.exclude.exists():
-        try:
-            read_exclusions(directory.exclude)
-        except UserError as error:
-            yield "exclude", str(error).removeprefix("exclude: "), directory.exclude
-    files = {**dict(zip(sources, (path, masks, mask, rejected), strict=True)), "exclude": directory.exclude}
-    for key, source in files.items():
-        if source is not None and not source.exists():
-            yield key, "no such file or folder", source
-        elif source is not None and not os.access(source, os.R_OK | (os.X_OK if source.is_dir() else 0)):
-            yield key, "not readable by this user", source
+    """Yield key, problem and place of every source of a directory that is missing, of another kind or unreadable."""
+    sources: tuple[tuple[str, DataLocation | None, Callable[[Path], bool], str], ...] = (
+        ("path", directory.path, _is_source, "neither a folder nor a .tar or .parquet file"),
+        ("mask_path", directory.mask_path, Path.is_dir, "not a folder (use default_mask_file for one mask for all)"),
+        ("default_mask_file", directory.default_mask_file, Path.is_file, "not a file"),
+        ("rejected", directory.rejected, Path.is_dir, "not a folder"),
+        ("exclude", directory.exclude, Path.is_file, "not a file"),
+        *(("references", folder, Path.is_dir, "not a folder") for folder in directory.references),
+    )
+    for key, source, is_of_kind, other_kind in sources:
+        if isinstance(source, str):
+            problem = _url_problem(source)
+        elif source is None:
+            continue
+        elif not source.exists():
+            problem = "no such file or folder"
+        elif not is_of_kind(source):
+            problem = other_kind
+        elif not os.access(source, os.R_OK | (os.X_OK if source.is_dir() else 0)):
+            problem = "not readable by this user"
+        else:
+            problem = _exclusions_problem(source) if key == "exclude" else None
+        if problem is not None:
+            yield key, problem, source
+
+
+def _is_source(path: Path) -> bool:
+    return path.is_dir() or (path.is_file() and path.suffix.lower() in CONTAINERS)
+
+
+def _exclusions_problem(file: Path) -> str | None:
+    """Return why a list of excluded samples cannot be read; None if it can."""
+    try:
+        read_exclusions(file)
+    except UserError as error:
+        return str(error).removeprefix("exclude: ")
+    return None
 
 
 def _url_problem(url: str) -> str | None:

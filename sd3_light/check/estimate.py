@@ -397,23 +397,20 @@ def _host(train: TrainConfig, data: DatasetEstimate, evals: Sequence[DatasetEsti
     copies = checkpoint_copy_bytes(setup)
     loader, micro_batch = _loader(train, data, train.gradient_accumulation_steps)
     evaluation = max((_loader(train, dataset, 1)[0].value for dataset in evals), default=0)
-    formula = f"{loader.formula}; micro-batch {micro_batch.value / MIB:.1f} MiB = {micro_batch.formula}"
-    if evaluation:
-        formula += f"; + {evaluation / MIB:.0f} MiB by the same formula while evaluating"
-    formula += f"; + {copies.value / MIB:.0f} MiB copies for checkpoints = {copies.formula}"
-    if setup.host_bytes:
-        formula += f"; + {setup.host_bytes / MIB:.0f} MiB pinned for blocks in host memory"
-    averages = 4 * setup.ema_tracks * sum(setup.hosted_parameters)
-    if averages:
-        formula += f"; + {averages / MIB:.0f} MiB for their averages"
-    sizes = (replace(setup, tokens=row.tokens, batch=row.micro_batch).host_input_bytes for row in data.rows)
-    inputs = max(sizes, default=0)
-    if inputs:
-        formula += f"; + {inputs / MIB:.0f} MiB pinned for inputs of blocks"
+    inputs = (replace(setup, tokens=row.tokens, batch=row.micro_batch).host_input_bytes for row in data.rows)
     resident = {"host": data.cache.value + data.index, "device": data.index}.get(train.residence, 0)
-    if resident:
-        formula += f"; + {resident / MIB:.0f} MiB for the cache in memory ({train.residence})"
-    return Amount(loader.value + evaluation + copies.value + setup.host_bytes + averages + inputs + resident, formula)
+    others = {
+        "by the same formula while evaluating": evaluation,
+        f"copies for checkpoints = {copies.formula}": copies.value,
+        "pinned for blocks in host memory": setup.host_bytes,
+        "for their averages": 4 * setup.ema_tracks * sum(setup.hosted_parameters),
+        "pinned for inputs of blocks": max(inputs, default=0),
+        f"for the cache in memory ({train.residence})": resident,
+    }
+    formula = f"{loader.formula}; micro-batch {micro_batch.value / MIB:.1f} MiB = {micro_batch.formula}"
+    for use, value in others.items():
+        formula += f"; + {value / MIB:.0f} MiB {use}" if value else ""
+    return Amount(loader.value + sum(others.values()), formula)
 
 
 def _loader(train: TrainConfig, data: DatasetEstimate, in_use: int) -> tuple[Amount, Amount]:

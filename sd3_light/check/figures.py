@@ -33,16 +33,12 @@ def figures(train: TrainConfig, estimate: RunEstimate, target: Target, conclusio
     if not target.on_cpu:
         memory = estimate.gpu
         workers = train.num_dataloader_workers
-        commands["cache"]["host_bytes"] = cache_host(_text_encoders(train), train.caching_num_workers)
+        weights = count_weights(train.model.diffusers_path)
+        texts = sum(count for name, count in weights.items() if name not in (TRANSFORMER.name, "vae"))
+        encoders = DTYPE_BYTES[train.model.dtype] * texts
+        commands["cache"]["host_bytes"] = cache_host(encoders, train.caching_num_workers)
         commands["train"]["host_bytes"] = train_host(setup, estimate.host.value, workers, export)
         commands["train"]["gpu_bytes"] = memory.state.value + memory.step.value
         commands["train"]["gpu_context_bytes"] = memory.context.value
         commands["sample"]["gpu_bytes"] = drawing_memory(train, estimate, target)["bfloat16"]
     return {**commands, "does_not_fit": what_does_not_fit(conclusion)}
-
-
-def _text_encoders(train: TrainConfig) -> int:
-    """Return the bytes of the text encoders in the dtype in which they compute."""
-    weights = count_weights(train.model.diffusers_path)
-    texts = sum(count for name, count in weights.items() if name not in (TRANSFORMER.name, "vae"))
-    return DTYPE_BYTES[train.model.dtype] * texts

@@ -5,9 +5,7 @@ import sys
 
 from sd3_light.cli import new_verb  # noqa: F401
 from sd3_light.cli import run_verbs  # noqa: F401
-from sd3_light.cli import caption_verb  # noqa: F401
-from sd3_light.cli import control_verb  # noqa: F401
-from sd3_light.cli import mask_verb  # noqa: F401
+from sd3_light.cli import dataset_verbs  # noqa: F401
 from sd3_light.cli import parts_verb  # noqa: F401
 from sd3_light.cli import model_verbs  # noqa: F401
 from sd3_light.cli import convert_verbs  # noqa: F401

@@ -55,6 +55,7 @@ TrustCache = Annotated[
     bool, typer.Option("--trust-cache", help="Do not compare the cache with its sources; shards are still verified.")
 ]
 Regenerate = Annotated[bool, typer.Option("--regenerate-cache", help="Encode everything again.")]
+ImageBatch = Annotated[int, typer.Option(min=1, help="Images per batch.")]
 WithVae = Annotated[bool, typer.Option("--vae/--no-vae", help="Single file: include the VAE.")]
 WithEncoders = Annotated[
     bool, typer.Option("--text-encoders/--no-text-encoders", help="Single file: include the text encoders.")

@@ -13,9 +13,6 @@ _lora = typer.Typer(
 )
 app.add_typer(_lora, name="lora")
 
-LoraFile = Annotated[
-    Path, typer.Argument(metavar="LORA", help="A LoRA in diffusers, peft, kohya or ComfyUI layout; a LoKr or LoHa.")
-]
 NewLora = Annotated[Path, typer.Argument(metavar="OUT", help="New .safetensors file.")]
 Layout = Annotated[
     str | None,
@@ -56,7 +53,9 @@ def convert(
 
 @_lora.command(name="convert", cls=Command)
 def lora_convert(
-    lora: LoraFile,
+    lora: Annotated[
+        Path, typer.Argument(metavar="LORA", help="A LoRA in diffusers, peft, kohya or ComfyUI layout; a LoKr or LoHa.")
+    ],
     out: NewLora,
     layout: Layout = None,
     dtype: Dtype = "float32",

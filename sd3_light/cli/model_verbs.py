@@ -16,19 +16,9 @@ from sd3_light.runlog import ResultTable, print_table
 
 if TYPE_CHECKING:
     from sd3_light.engines import Launch
-    from sd3_light.evaluate.composition import CompositionScore
     from sd3_light.export.hub import Target
 
 
-PushToHub = Annotated[
-    str | None,
-    typer.Option(
-        help="Upload to this Hugging Face repository, USER/NAME, which is created as private if it does not exist."
-    ),
-]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="With --push-to-hub: show every file and the card, and upload nothing.")
-]
 Licence = Annotated[
     str,
     typer.Option("--license", metavar="ID", help="Licence for the card, such as mit; default: that of the base model."),
@@ -47,8 +37,15 @@ def export(
     weights: Annotated[
         str | None, typer.Option(help="`raw`, `ema` or the name of a track; default: `ema` if there is one.")
     ] = None,
-    push_to_hub: PushToHub = None,
-    dry_run: DryRun = False,
+    push_to_hub: Annotated[
+        str | None,
+        typer.Option(
+            help="Upload to this Hugging Face repository, USER/NAME, which is created as private if it does not exist."
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With --push-to-hub: show every file and the card, and upload nothing.")
+    ] = False,
     public: Annotated[bool, typer.Option("--public", help="Create the repository as public, not private.")] = False,
     licence: Licence = "",
     ema_length: Annotated[
@@ -85,15 +82,15 @@ def export(
 
 def _upload(source: Path, target: "Target", dry_run: bool) -> None:
     """Upload an export, or only print what an upload does."""
-    from sd3_light.export.hub import plan_upload, push
+    from sd3_light.export.hub import prepare_upload, push
 
-    plan = plan_upload(source.resolve(), target)
+    upload = prepare_upload(source.resolve(), target)
     if not dry_run:
-        echo(f"pushed to {push(plan)}")
+        echo(f"pushed to {push(upload)}")
         return
-    print_table(_table("upload", ("", ""), plan.facts))
-    print_table(_table("files", ("file", "size", "on the hub"), plan.rows))
-    echo(f"not uploaded: {', '.join(plan.left_out) or 'nothing'}\n\n{plan.card}")
+    print_table(_table("upload", ("", ""), upload.facts))
+    print_table(_table("files", ("file", "size", "on the hub"), upload.rows))
+    echo(f"not uploaded: {', '.join(upload.left_out) or 'nothing'}\n\n{upload.card}")
     licence = ("--license", target.licence) if target.licence else ()
     suggest(("export", source, "--push-to-hub", target.repo, *licence, *(("--public",) if target.public else ())))
 
@@ -236,35 +233,11 @@ def sample(
             suggest(("sample", model, *(prompt or ()), *given_options(context, "seed", "out"), *other))
 
 
-AgainstData = Annotated[
-    Path | None, typer.Option(metavar="DATA", help="Dataset TOML of true images to measure the models against.")
-]
-Features = Annotated[
-    Path | None,
-    typer.Option(
-        help="With --against: the folder of `sd3-light parts` (its judge), or a CLIP or vision model in "
-        "safetensors, by whose features images are compared."
-    ),
-]
 Training = Annotated[
     Path | None,
     typer.Option(
         help="With --against: dataset TOML of the training images, for the rows of those that answer the captions best."
     ),
-]
-SaveImages = Annotated[
-    Path | None, typer.Option(help="With --against: write the images of every row as PNG to this new folder.")
-]
-AgainstPage = Annotated[
-    Path | None, typer.Option(help="With --against: write a page with images beside the true ones to this file.")
-]
-NumPrompts = Annotated[
-    int | None,
-    typer.Option(min=1, help="Number of prompts to draw; default: 96, with --against at most 1000 of DATA."),
-]
-ValidationConfig = Annotated[
-    Path | None,
-    typer.Option(help="Train TOML: compute the validation loss of its eval_datasets, without drawing images."),
 ]
 
 
@@ -273,12 +246,27 @@ def evaluate(
     models: Annotated[
         list[Path], typer.Argument(metavar="MODEL...", help="Diffusers folders, or run folders: their newest exports.")
     ],
-    against: AgainstData = None,
-    features: Features = None,
+    against: Annotated[
+        Path | None, typer.Option(metavar="DATA", help="Dataset TOML of true images to measure the models against.")
+    ] = None,
+    features: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --against: the folder of `sd3-light parts` (its judge), or a CLIP or vision model in "
+            "safetensors, by whose features images are compared."
+        ),
+    ] = None,
     training: Training = None,
-    page: AgainstPage = None,
-    save: SaveImages = None,
-    prompts: NumPrompts = None,
+    page: Annotated[
+        Path | None, typer.Option(help="With --against: write a page with images beside the true ones to this file.")
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="With --against: write the images of every row as PNG to this new folder.")
+    ] = None,
+    prompts: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of prompts to draw; default: 96, with --against at most 1000 of DATA."),
+    ] = None,
     seen: Annotated[
         bool, typer.Option("--seen", help="Use combinations from training instead of held-out ones.")
     ] = False,
@@ -293,7 +281,10 @@ def evaluate(
     seed: Annotated[int, typer.Option(min=0, help="Seed of prompts and noise.")] = 0,
     batch: Annotated[int, typer.Option(min=1, help="Images per batch.")] = 16,
     out: Annotated[Path | None, typer.Option(help="Write the scores to this JSON file.")] = None,
-    config: ValidationConfig = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Train TOML: compute the validation loss of its eval_datasets, without drawing images."),
+    ] = None,
     lora: Annotated[
         list[str] | None, typer.Option(metavar="FILE[:STRENGTH]", help="A LoRA to score with; may be repeated.")
     ] = None,
@@ -310,6 +301,7 @@ def evaluate(
     from sd3_light.evaluate import verb as stage
     from sd3_light.evaluate.composition import ScoreOptions
     from sd3_light.export.lora_stack import Lora
+    from sd3_light.journeys import score_table
 
     loras = tuple(map(Lora.parse, lora or []))
     _require_one_measure(models, against, features, config, against_only=(features, training, page, save))
@@ -326,7 +318,9 @@ def evaluate(
             stage.require_demo_world(models[0])
         drawn = ScoreOptions(steps, guidance, seed, batch)
         scores = stage.run(models[0], prompts or 96, not seen, language, drawn, out, loras)
-        _report_scores(models[0], scores, seen, out)
+        combinations = "of combinations seen in training" if seen else "of held-out combinations"
+        print_table(score_table({str(models[0]): scores}, combinations))
+        _report_written(out)
 
 
 def _require_one_measure(
@@ -357,14 +351,6 @@ def _validate(config: Path, overrides: list[str] | None, model: Path, launch: "L
     if launch.is_main:
         print_table(table)
         _report_written(out)
-
-
-def _report_scores(model: Path, scores: "CompositionScore", seen: bool, out: Path | None) -> None:
-    from sd3_light.journeys import score_table
-
-    combinations = "of combinations seen in training" if seen else "of held-out combinations"
-    print_table(score_table({str(model): scores}, combinations))
-    _report_written(out)
 
 
 def _report_written(*paths: Path | None) -> None:

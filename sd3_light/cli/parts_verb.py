@@ -113,18 +113,14 @@ def parts(
     if result.trained:
         echo(f"wrote {out}: {' and '.join(result.trained)}")
     else:
-        _report_complete(data, out, only)
+        subject = out if only is None else f"the {only} part of {out}"
+        further = command_line("parts", data, "NEW", "--init", out)
+        info(f"{subject} is complete: nothing was trained; its VAE is trained further by: {further}")
     if result.missing:
         missing = ("--only", result.missing[0])
         suggest(("parts", data, out, *given_options(context, "only"), *missing))
         return
     _suggest_training(data, out, result)
-
-
-def _report_complete(data: Path, out: Path, only: str | None) -> None:
-    subject = out if only is None else f"the {only} part of {out}"
-    further = command_line("parts", data, "NEW", "--init", out)
-    info(f"{subject} is complete: nothing was trained; its VAE is trained further by: {further}")
 
 
 def _suggest_training(data: Path, out: Path, result: "PartsResult") -> None:

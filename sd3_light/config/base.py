@@ -146,9 +146,9 @@ def recomputed_blocks(level: "Checkpointing", blocks: int) -> int:
     return ceil(share * blocks)
 
 
-def is_count(value: Any) -> bool:
-    """Return whether a TOML value is a positive integer."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def is_count(value: Any, least: int = 1) -> bool:
+    """Return whether a TOML value is an integer from ``least`` on."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def as_resolution(value: Any) -> Resolution | None:
@@ -178,17 +178,15 @@ def parse_image_size(value: Any) -> Resolution:
 def parse_steps_or_share(value: Any) -> int | float:
     """Return a number of steps, or a share of all steps: a float between 0 and 1."""
     is_share = isinstance(value, float) and 0 <= value < 1
-    if is_share or is_count(value) or (value == 0 and not isinstance(value, bool)):
-        number: int | float = value
-        return number
+    if is_share or is_count(value, 0):
+        return value  # type: ignore[no-any-return]
     raise invalid_value("not a number of steps or a share of them")
 
 
 def parse_count_or_all(value: Any) -> int | str:
     """Return a number of things, or "all"."""
-    if value == "all" or is_count(value) or (value == 0 and not isinstance(value, bool)):
-        number: int | str = value
-        return number
+    if value == "all" or is_count(value, 0):
+        return value  # type: ignore[no-any-return]
     raise invalid_value("not a number")
 
 

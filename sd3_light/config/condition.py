@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 NUMBER = "a number"
@@ -27,7 +28,8 @@ _MAX_LENGTH = 4000
 _MAX_DEPTH = 50
 _SUPPORTED = "use comparisons, in, is None, and, or, not, + - * / and column[...]"
 _KINDS: dict[type, str] = {bool: BOOLEAN, int: NUMBER, float: NUMBER, str: TEXT}
-_Operators = dict[type, Callable[[Any, Any], Any]]
+_Operator = Callable[[Any, Any], Any]
+_Operators = dict[type, _Operator]
 _ARITHMETIC: _Operators = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -95,8 +97,12 @@ def parse_condition(text: str) -> Condition:
     body = _parse(text)
     kinds: dict[str, str | None] = {}
     _Compiler(lines, kinds, None).value(body, BOOLEAN)
-    # types that constants determine are known now, in whatever order the columns appear
-    return Condition(tuple(_term(lines, kinds, part) for part in _conjuncts(body)), kinds)
+    terms = []
+    for part in _conjuncts(body):  # types that constants determine are known now, in whatever order the columns appear
+        compiler = _Compiler(lines, kinds, NUMBER)
+        evaluate, _ = compiler.value(part, BOOLEAN)
+        terms.append(Term(evaluate, frozenset(compiler.keys)))
+    return Condition(tuple(terms), kinds)
 
 
 def _parse(text: str) -> ast.expr:
@@ -115,12 +121,6 @@ def _parse(text: str) -> ast.expr:
         raise ConditionError(f"{error.msg} {position}") from error
     except (ValueError, RecursionError, MemoryError) as error:  # a zero byte, or nested too deeply
         raise ConditionError(f"cannot be parsed: {error}") from error
-
-
-def _term(lines: Sequence[str], kinds: dict[str, str | None], node: ast.expr) -> Term:
-    compiler = _Compiler(lines, kinds, NUMBER)
-    evaluate, _ = compiler.value(node, BOOLEAN)
-    return Term(evaluate, frozenset(compiler.keys))
 
 
 def _conjuncts(node: ast.expr) -> list[ast.expr]:
@@ -176,11 +176,11 @@ class _Compiler:
                 part = self.value(operand, BOOLEAN)[0]
                 return (lambda values: None if (result := part(values)) is None else not result), BOOLEAN
             case ast.UnaryOp(op=ast.USub() | ast.UAdd() as op, operand=operand):
-                sign = -1 if isinstance(op, ast.USub) else 1
-                return _arithmetic(operator.mul, lambda _: sign, self.value(operand, NUMBER)[0]), NUMBER
+                number = self.value(operand, NUMBER)[0]
+                return (_binary(operator.sub, lambda _: 0, number) if isinstance(op, ast.USub) else number), NUMBER
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
-                operands = self.value(left, NUMBER)[0], self.value(right, NUMBER)[0]
-                return _arithmetic(_ARITHMETIC[type(op)], *operands), NUMBER
+                first = self.value(left, NUMBER)[0]
+                return _binary(_ARITHMETIC[type(op)], first, self.value(right, NUMBER)[0]), NUMBER
             case ast.Compare():
                 return self._comparison(node), BOOLEAN
         raise self._error(node, f"is not supported; {_SUPPORTED}")
@@ -202,9 +202,11 @@ class _Compiler:
                 self._require(operand, own, kind)
         if kind == BOOLEAN and any(op in _ORDER for op in ops):
             raise self._error(node, "orders booleans; use == or !=")
-        return _compare([_COMPARISONS[op] for op in ops], [evaluate for evaluate, _ in parts])
+        pairs = pairwise(evaluate for evaluate, _ in parts)
+        compared = [_binary(_COMPARISONS[op], *pair) for op, pair in zip(ops, pairs, strict=True)]
+        return compared[0] if len(compared) == 1 else _joined(compared, decisive=False)
 
-    def _is_null(self, node: ast.Compare, compare: Callable[[Any, Any], Any]) -> _Evaluate:
+    def _is_null(self, node: ast.Compare, compare: _Operator) -> _Evaluate:
         right = node.comparators[0]
         is_null = isinstance(right, ast.Constant) and right.value is None
         if not is_null and not (isinstance(right, ast.Name) and right.id == "null"):
@@ -212,7 +214,7 @@ class _Compiler:
         evaluate, _ = self.value(node.left)
         return lambda values: compare(evaluate(values), None)
 
-    def _is_listed(self, left: ast.expr, items: list[ast.expr], compare: Callable[[Any, Any], Any]) -> _Evaluate:
+    def _is_listed(self, left: ast.expr, items: list[ast.expr], compare: _Operator) -> _Evaluate:
         evaluate, own = self.value(left)
         kind = own
         constants = []
@@ -226,7 +228,7 @@ class _Compiler:
         if kind is None or not constants:
             raise self._error(left, "is compared with an empty list")
         self._require(left, own, kind)
-        return _compare([compare], [evaluate, lambda _: constants])
+        return _binary(compare, evaluate, lambda _: constants)
 
     def _constant(self, node: ast.expr, value: Any) -> _Typed:
         if type(value) not in _KINDS:
@@ -266,7 +268,7 @@ class _Compiler:
         return ConditionError(f"`{source}` {problem} ({_position(self._lines, first - 1, start)})")
 
 
-def _arithmetic(operation: Callable[[Any, Any], Any], left: _Evaluate, right: _Evaluate) -> _Evaluate:
+def _binary(operation: _Operator, left: _Evaluate, right: _Evaluate) -> _Evaluate:
     def evaluate(values: Mapping[str, Any]) -> Any:
         a = left(values)
         b = right(values)
@@ -274,36 +276,6 @@ def _arithmetic(operation: Callable[[Any, Any], Any], left: _Evaluate, right: _E
             return None if a is None or b is None else operation(a, b)
         except (ZeroDivisionError, OverflowError):
             return None
-
-    return evaluate
-
-
-def _compare(comparisons: Sequence[Callable[[Any, Any], Any]], parts: Sequence[_Evaluate]) -> _Evaluate:
-    if len(parts) == 2:
-        return _compare_two(comparisons[0], *parts)
-    first, *rest = parts
-    steps = list(zip(comparisons, rest, strict=True))
-
-    def evaluate(values: Mapping[str, Any]) -> bool | None:
-        left = first(values)
-        result: bool | None = True
-        for compare, part in steps:
-            right = part(values)
-            if left is None or right is None:
-                result = None
-            elif not compare(left, right):
-                return False
-            left = right
-        return result
-
-    return evaluate
-
-
-def _compare_two(compare: Callable[[Any, Any], Any], left: _Evaluate, right: _Evaluate) -> _Evaluate:
-    def evaluate(values: Mapping[str, Any]) -> Any:
-        a = left(values)
-        b = right(values)
-        return None if a is None or b is None else compare(a, b)
 
     return evaluate
 

@@ -1,6 +1,6 @@
 """Loads one dataset TOML: checks each table and merges the defaults into each directory."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -126,68 +126,64 @@ def _cross_faults(sources: list[_Source], defaults: CheckedTable, file: str) -> 
 
 def _table_faults(raw: dict[str, Any], prefix: str, buckets_off: bool, file: str) -> Iterator[Fault]:
     """Find keys of one table that exclude each other or have no effect."""
+
+    def fault(key: str, problem: str, hint: str) -> Fault:
+        return Fault(file, prefix + key, problem, value=format_value(raw[key]), hint=hint)
+
     for key in AR_KEYS:
         if key in raw and buckets_off:
-            problem = "has no effect without enable_ar_bucket = true"
             hint = "write enable_ar_bucket = true, or remove it"
-            yield Fault(file, prefix + key, problem, value=format_value(raw[key]), hint=hint)
+            yield fault(key, "has no effect without enable_ar_bucket = true", hint)
     if "size_buckets" in raw:
         for key in ("resolutions", "enable_ar_bucket"):
             if raw.get(key):
-                hint = "keep one: size_buckets sets exact sizes"
-                yield Fault(file, prefix + key, "conflicts with size_buckets", value=format_value(raw[key]), hint=hint)
+                yield fault(key, "conflicts with size_buckets", "keep one: size_buckets sets exact sizes")
     if "ar_buckets" in raw and (range_keys := [key for key in RANGE_KEYS if key in raw]):
-        yield Fault(
-            file, prefix + "ar_buckets", f"conflicts with {', '.join(range_keys)}", hint="keep one or the other"
-        )
+        yield fault("ar_buckets", f"conflicts with {', '.join(range_keys)}", "keep one or the other")
 
 
 def _directory_faults(source: _Source, defaults: dict[str, Any], file: str) -> Iterator[Fault]:
     """Check a directory with its inherited keys. A fault names the table that contains the key."""
     config = source.config
-    own = source.own
+    values = {**defaults, **source.own}
 
-    def key(name: str) -> str:
-        return name if name not in own and name in defaults else source.prefix + name
+    def are_valid(*keys: str) -> bool:
+        return source.faulty_keys.isdisjoint(keys)
 
-    if (
-        not config.resolutions
-        and config.size_buckets is None
-        and not source.faulty_keys & {"resolutions", "size_buckets"}
-    ):
+    def fault(key: str, problem: str, hint: str | None = None) -> Fault:
+        prefix = "" if key not in source.own and key in defaults else source.prefix
+        return Fault(file, prefix + key, problem, format_value(values[key]) if key in values else None, hint=hint)
+
+    if not config.resolutions and config.size_buckets is None and are_valid("resolutions", "size_buckets"):
         hint = "give resolutions (or size_buckets) here or at the top of the file"
-        yield Fault(file, key("resolutions"), "is required and missing", hint=hint)
-    if config.enable_ar_bucket and config.min_ar > config.max_ar and not source.faulty_keys & {"min_ar", "max_ar"}:
-        name = "min_ar" if "min_ar" in own or "max_ar" not in own else "max_ar"
-        yield Fault(
-            file, key(name), "min_ar is greater than max_ar", value=f"min_ar {config.min_ar}, max_ar {config.max_ar}"
-        )
-    if config.fps is not None and config.frames is None and not source.faulty_keys & {"fps", "frames"}:
-        hint = "write how many frames a clip has, such as frames = 81"
-        yield Fault(file, key("fps"), "has no effect without frames", value=format_value(config.fps), hint=hint)
-    if config.rejected is not None and config.frames is not None and not source.faulty_keys & {"rejected", "frames"}:
-        yield Fault(file, key("frames"), "conflicts with rejected", hint="remove one: preferences are pairs of images")
+        yield fault("resolutions", "is required and missing", hint)
+    if config.enable_ar_bucket and config.min_ar > config.max_ar and are_valid("min_ar", "max_ar"):
+        key = "min_ar" if "min_ar" in source.own or "max_ar" not in source.own else "max_ar"
+        yield fault(key, f"min_ar is greater than max_ar: {config.min_ar} and {config.max_ar}")
+    if config.fps is not None and config.frames is None and are_valid("fps", "frames"):
+        yield fault("fps", "has no effect without frames", "write how many frames a clip has, such as frames = 81")
+    if config.rejected is not None and config.frames is not None and are_valid("rejected", "frames"):
+        yield fault("frames", "conflicts with rejected", "remove one: preferences are pairs of images")
     weights = config.caption_weights
     columns = config.caption_columns
-    if weights and len(weights) != len(columns) and not source.faulty_keys & {"caption_column", "caption_weights"}:
+    if weights and len(weights) != len(columns) and are_valid("caption_column", "caption_weights"):
         problem = f"{len(weights)} weights for {len(columns)} columns of captions"
-        yield Fault(file, key("caption_weights"), problem, hint="give one for each entry of caption_column")
-    values = {**defaults, **own}
-    if source.faulty_keys & {"shuffle_tags", "cache_shuffle_num", "cache_shuffle_delimiter"}:
-        return
-    tags = values.get("shuffle_tags")
+        yield fault("caption_weights", problem, "give one for each entry of caption_column")
+    if are_valid("shuffle_tags", "cache_shuffle_num", "cache_shuffle_delimiter"):
+        yield from _shuffling_faults(values, fault)
+
+
+def _shuffling_faults(values: dict[str, Any], fault: Callable[[str, str, str], Fault]) -> Iterator[Fault]:
+    """Find keys of shuffled captions that have no effect without others."""
+    is_shuffled = values.get("shuffle_tags")
     num = values.get("cache_shuffle_num")
-    delimiter = values.get("cache_shuffle_delimiter")
-    for name in ("keep_tokens", "tag_dropout"):
-        if values.get(name) and not tags and not num:
-            problem = "has no effect without shuffle_tags or cache_shuffle_num"
-            hint = "write shuffle_tags = true"
-            yield Fault(file, key(name), problem, value=format_value(values[name]), hint=hint)
-    if num and not tags and delimiter is None:
-        problem = "nothing defines how captions are split"
+    has_delimiter = "cache_shuffle_delimiter" in values
+    unused = "has no effect without shuffle_tags or cache_shuffle_num"
+    for key in ("keep_tokens", "tag_dropout"):
+        if values.get(key) and not is_shuffled and not num:
+            yield fault(key, unused, "write shuffle_tags = true")
+    if num and not is_shuffled and not has_delimiter:
         hint = "write shuffle_tags = true, or give cache_shuffle_delimiter"
-        yield Fault(file, key("cache_shuffle_num"), problem, value=format_value(num), hint=hint)
-    if delimiter is not None and not tags and not num:
-        problem = "has no effect without shuffle_tags or cache_shuffle_num"
-        hint = "write shuffle_tags = true, or remove it"
-        yield Fault(file, key("cache_shuffle_delimiter"), problem, value=format_value(delimiter), hint=hint)
+        yield fault("cache_shuffle_num", "nothing defines how captions are split", hint)
+    if has_delimiter and not is_shuffled and not num:
+        yield fault("cache_shuffle_delimiter", unused, "write shuffle_tags = true, or remove it")

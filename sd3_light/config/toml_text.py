@@ -13,6 +13,19 @@ from sd3_light.config.toml_file import parse_value
 
 _PART = re.compile(r"[ \t]*(?:([A-Za-z0-9_-]+)|\"((?:[^\"\\\n]|\\.)*)\"|'([^'\n]*)')[ \t]*(\.?)")
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
+_EQUALS = re.compile(r"=[ \t]*")
+_TOKEN = re.compile(
+    r"""
+    \"{3} (?:[^\\]|\\.?)*? (?:"{3,5}|\Z)  # strings of several lines, of which up to two quotes belong to the text
+    | '{3} .*? (?:'{3,5}|\Z)
+    | " (?:[^"\\\n]|\\[^\n])* "?
+    | ' [^'\n]* '?
+    | \#[^\n]*
+    | [^"'#\[\]{}\s]+
+    | .
+    """,
+    re.DOTALL | re.VERBOSE,
+)
 _OPENING = "[{"
 _CLOSING = "]}"
 
@@ -49,12 +62,10 @@ def _entries(text: str) -> Iterator[TomlEntry]:
             yield TomlEntry(prefix, line, position, end, is_header=True)
         elif stripped and not stripped.startswith("#"):
             parts, after = _key(text, position)
-            if parts and text[after : after + 1] == "=":
-                start = after + 1
-                while text[start : start + 1] in (" ", "\t") and start < len(text):
-                    start += 1
-                stop = _value_end(text, start)
-                yield TomlEntry(".".join(filter(None, (prefix, *parts))), line, start, stop)
+            equals = _EQUALS.match(text, after)
+            if parts and equals:
+                stop = _value_end(text, equals.end())
+                yield TomlEntry(".".join(filter(None, (prefix, *parts))), line, equals.end(), stop)
                 end = _line_end(text, stop)
         line += text.count("\n", position, end + 1)
         position = end + 1
@@ -94,48 +105,14 @@ def _value_end(text: str, position: int) -> int:
     """Return where a value ends: at the end of its line or before a comment, but after what it has opened."""
     depth = 0
     last = position
-    while position < len(text):
-        letter = text[position]
-        if letter in "\"'":
-            position = last = _string_end(text, position)
-            continue
-        if letter == "#":
-            if not depth:
-                break
-            position = _line_end(text, position)
-            continue
-        if letter == "\n" and not depth:
+    for match in _TOKEN.finditer(text, position):
+        token = match[0]
+        if token[0] in "#\n" and not depth:
             break
-        depth += (letter in _OPENING) - (letter in _CLOSING)
-        position += 1
-        if not letter.isspace():
-            last = position
+        depth += (token in _OPENING) - (token in _CLOSING)
+        if token[0] != "#" and not token.isspace():
+            last = match.end()
     return last
-
-
-def _string_end(text: str, position: int) -> int:
-    quote = text[position]
-    if text.startswith(3 * quote, position):
-        end = text.find(3 * quote, position + 3)
-        while quote == '"' and end > 0 and _is_escaped(text, end):
-            end = text.find(3 * quote, end + 1)
-        end = len(text) if end < 0 else end + 3
-        while text[end : end + 1] == quote and end < len(text):  # up to two quotes more belong to it
-            end += 1
-        return end
-    for end in range(position + 1, len(text)):
-        if text[end] == "\n":
-            return end
-        if text[end] == quote and not (quote == '"' and _is_escaped(text, end)):
-            return end + 1
-    return len(text)
-
-
-def _is_escaped(text: str, position: int) -> bool:
-    first = position
-    while first and text[first - 1] == "\\":
-        first -= 1
-    return (position - first) % 2 == 1
 
 
 def line_of(key: str, entries: Sequence[TomlEntry]) -> int:

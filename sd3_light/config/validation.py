@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher, get_close_matches
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -239,19 +239,8 @@ def suggest_key(file_kind: str, table: str, name: str) -> str | None:
 
 
 def _closest(name: str, options: Sequence[str], cutoff: float = 0.6) -> str | None:
-    """Return the option nearest to a mistyped name, the first of equally near ones; None if there is none."""
-    best = None
-    likeness = cutoff
-    matcher = SequenceMatcher(None, "", name)
-    for option in options:
-        matcher.set_seq1(option)
-        # upper bounds first: they are much faster
-        if matcher.real_quick_ratio() >= likeness and matcher.quick_ratio() >= likeness:
-            ratio = matcher.ratio()
-            if ratio > likeness or (best is None and ratio == likeness):
-                best = option
-                likeness = ratio
-    return best
+    """Return the option nearest to a mistyped name, or None if none is near."""
+    return next(iter(get_close_matches(name, options, 1, cutoff)), None)
 
 
 def looks_like(raw: Mapping[str, Any]) -> str | None:

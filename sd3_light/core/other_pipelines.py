@@ -11,46 +11,48 @@ _SAME_WEIGHTS = {
     "ZImagePipeline": ("Img2Img", "Inpaint"),
 }
 """Pipeline -> what the names of others add to it that draw differently with the same parts."""
-_CONTROL = "a second network steers its denoiser, and only denoisers are trained"
-_EDIT = "its denoiser takes images beside the text, which a dataset here does not have"
 _OTHER = "its denoiser is of another class"
-_REASONS: dict[str, tuple[str, str]] = {
-    "StableDiffusion3ControlNetPipeline": (_CONTROL, "StableDiffusion3Pipeline"),
-    "StableDiffusion3ControlNetInpaintingPipeline": (_CONTROL, "StableDiffusion3Pipeline"),
-    "FluxControlNetPipeline": (_CONTROL, "FluxPipeline"),
-    "FluxControlNetImg2ImgPipeline": (_CONTROL, "FluxPipeline"),
-    "FluxControlNetInpaintPipeline": (_CONTROL, "FluxPipeline"),
-    "FluxControlPipeline": (_EDIT, "FluxPipeline"),
-    "FluxControlImg2ImgPipeline": (_EDIT, "FluxPipeline"),
-    "FluxControlInpaintPipeline": (_EDIT, "FluxPipeline"),
-    "FluxFillPipeline": (_EDIT, "FluxPipeline"),
-    "FluxKontextInpaintPipeline": (_EDIT, "FluxPipeline"),
-    "FluxPriorReduxPipeline": ("it has no denoiser", "FluxPipeline"),
-    "Flux2Pipeline": (
-        "it has another text encoder (Mistral) than the klein models, and takes guidance as a number",
-        "Flux2KleinPipeline",
+_REASONS = {
+    "a second network steers its denoiser, and only denoisers are trained": (
+        "StableDiffusion3ControlNetPipeline",
+        "StableDiffusion3ControlNetInpaintingPipeline",
+        "FluxControlNetPipeline",
+        "FluxControlNetImg2ImgPipeline",
+        "FluxControlNetInpaintPipeline",
+        "QwenImageControlNetPipeline",
+        "QwenImageControlNetInpaintPipeline",
+        "ZImageControlNetPipeline",
+        "ZImageControlNetInpaintPipeline",
+        "SanaControlNetPipeline",
     ),
-    "Flux2KleinKVPipeline": ("it is distilled to few steps, which training would undo", "Flux2KleinPipeline"),
-    "QwenImage21Pipeline": (_OTHER, "QwenImagePipeline"),
-    "QwenImageControlNetPipeline": (_CONTROL, "QwenImagePipeline"),
-    "QwenImageControlNetInpaintPipeline": (_CONTROL, "QwenImagePipeline"),
-    "QwenImageLayeredPipeline": ("it draws several layers of an image", "QwenImagePipeline"),
-    "ZImageControlNetPipeline": (_CONTROL, "ZImagePipeline"),
-    "ZImageControlNetInpaintPipeline": (_CONTROL, "ZImagePipeline"),
-    "ZImageOmniPipeline": (_EDIT, "ZImagePipeline"),
-    "SanaControlNetPipeline": (_CONTROL, "SanaPipeline"),
-    "SanaSprintPipeline": ("it is distilled to few steps, which training would undo", "SanaPipeline"),
-    "SanaSprintImg2ImgPipeline": ("it is distilled to few steps, which training would undo", "SanaPipeline"),
-    "SanaVideoPipeline": (_OTHER, "SanaPipeline"),
-    "SanaImageToVideoPipeline": (_OTHER, "SanaPipeline"),
-    "SanaWMPipeline": (_OTHER, "SanaPipeline"),
-    "WanImageToVideoPipeline": (_EDIT, "WanPipeline"),
-    "WanVACEPipeline": (_OTHER, "WanPipeline"),
-    "WanAnimatePipeline": (_OTHER, "WanPipeline"),
-    "PRXPixelPipeline": ("it has no VAE, and its denoiser predicts images and no velocity", "PRXPipeline"),
+    "its denoiser takes images beside the text, which a dataset here does not have": (
+        "FluxControlPipeline",
+        "FluxControlImg2ImgPipeline",
+        "FluxControlInpaintPipeline",
+        "FluxFillPipeline",
+        "FluxKontextInpaintPipeline",
+        "ZImageOmniPipeline",
+        "WanImageToVideoPipeline",
+    ),
+    "it has no denoiser": ("FluxPriorReduxPipeline",),
+    "it has another text encoder (Mistral) than the klein models, and takes guidance as a number": ("Flux2Pipeline",),
+    "it is distilled to few steps, which training would undo": (
+        "Flux2KleinKVPipeline",
+        "SanaSprintPipeline",
+        "SanaSprintImg2ImgPipeline",
+    ),
+    _OTHER: (
+        "QwenImage21Pipeline",
+        "SanaVideoPipeline",
+        "SanaImageToVideoPipeline",
+        "SanaWMPipeline",
+        "WanVACEPipeline",
+        "WanAnimatePipeline",
+    ),
+    "it draws several layers of an image": ("QwenImageLayeredPipeline",),
+    "it has no VAE, and its denoiser predicts images and no velocity": ("PRXPixelPipeline",),
 }
-"""Pipeline -> why it is not trained, and the pipeline of the family that is."""
-_MODULAR = "ModularPipeline"
+"""Why pipelines are not trained -> which."""
 _FAMILIES = {
     "StableDiffusion3": "StableDiffusion3Pipeline",
     "Flux2": "Flux2KleinPipeline",
@@ -81,11 +83,11 @@ def why_not_trained(kind: str) -> str | None:
     """
     if same := same_weights(kind):
         return f'it has the parts of a {same}; write "_class_name": "{same}" in the file to use it as one'
-    if kind in _REASONS:
-        reason, plain = _REASONS[kind]
-        return f"{reason}; give a folder of {plain}"
-    plain = next((plain for prefix, plain in _FAMILIES.items() if kind.startswith(prefix)), "")
-    if not plain or not kind.endswith(_MODULAR):
+    plain = next((plain for prefix, plain in _FAMILIES.items() if kind.startswith(prefix)), None)
+    if plain is None:
         return None
-    reason = _OTHER if kind.startswith(_OTHER_GENERATIONS) else "a modular pipeline has no complete model folder"
-    return f"{reason}; give a folder of {plain}"
+    reason = next((reason for reason, kinds in _REASONS.items() if kind in kinds), None)
+    if reason is None and kind.endswith("ModularPipeline"):
+        is_other = kind.startswith(_OTHER_GENERATIONS)
+        reason = _OTHER if is_other else "a modular pipeline has no complete model folder"
+    return None if reason is None else f"{reason}; give a folder of {plain}"

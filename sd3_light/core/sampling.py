@@ -24,7 +24,7 @@ EncodedText = Mapping[str, "Tensor"]
 class ImageRequest:
     """One image to generate; sides in pixels. The negative prompt is used only where the model takes one.
 
-    None for `steps` or `guidance` means the value passed to the generating function. A clip has several frames.
+    None for `steps` or `guidance` means the usual value. A clip has several frames.
     ``references`` are the files of images that the model sees beside the prompt.
     """
 

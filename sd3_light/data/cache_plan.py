@@ -1,12 +1,12 @@
 """The cache plan: which samples go into which shard, as a pure function of the catalogue.
 
-A unit of work is one shard: samples of one source, one resolution and one bucket. Its file name contains the
-fingerprint of everything that determines it, so a unit whose file exists is done, no matter which process built it, and
-a change renames only the units that it affects. Sample hashes decide where units end, so an added file changes its own
-unit and rarely the next.
+A shard has samples of one source, one resolution and one bucket. Its file name contains the fingerprint of everything
+that determines it, so a shard whose file exists is done, no matter which process built it, and a change renames only
+the shards that it affects. Sample hashes decide where shards end, so an added file changes its own shard and rarely the
+next.
 
-A plan is stored on disk: `plan-DIGEST.arrow` has one row per unit with the positions of its samples in the catalogue,
-read when the unit is built; `plan-DIGEST.jsonl` lists the duplicates; `plan-DIGEST.json` has the counts and
+A plan is stored on disk: `plan-DIGEST.arrow` has one row per shard with the positions of its samples in the catalogue,
+read when the shard is built; `plan-DIGEST.jsonl` lists the duplicates; `plan-DIGEST.json` has the counts and
 is written last.
 """
 
@@ -51,7 +51,7 @@ from sd3_light.sources.preprocess import PREPROCESS_VERSION
 from sd3_light.sources.selection import matches_size
 
 PLAN_VERSION = 4
-_UNITS_PER_BATCH = 64
+_SHARDS_PER_BATCH = 64
 _MAX_PLANS = 8
 _DUPLICATES = ".jsonl"
 _TAGS_SEED = 0  # the cached caption shuffles serve every training seed
@@ -76,7 +76,7 @@ class Text(NamedTuple):
 
 @dataclass(frozen=True)
 class Member:
-    """One sample of a unit."""
+    """One sample of a shard."""
 
     row: InputRow
     identity: int
@@ -115,8 +115,8 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Unit:
-    """A unit of work: one shard to build."""
+class PlannedShard:
+    """A shard to build, and what it is made of."""
 
     number: int
     file: str
@@ -147,7 +147,7 @@ class PlanCounts:
 
 
 class CachePlan:
-    """All units of a dataset. The samples of a unit are read from the catalogue on request."""
+    """All shards of a dataset. The samples of a shard are read from the catalogue on request."""
 
     def __init__(self, path: Path, catalogue: Catalogue, listings: Sequence[Listing]) -> None:
         self.path = path
@@ -164,9 +164,9 @@ class CachePlan:
         os.utime(self.duplicates_file)
         require_regular(path)
         self._file = pa.ipc.open_file(pa.memory_map(str(path)))
-        self.units = list(self._read_units())
+        self.shards = list(self._read_shards())
 
-    def _read_units(self) -> Iterator[Unit]:
+    def _read_shards(self) -> Iterator[PlannedShard]:
         self._starts = [0]
         for number in range(self._file.num_record_batches):
             batch = self._file.get_batch(number)
@@ -174,28 +174,28 @@ class CachePlan:
             for index, row in enumerate(rows):
                 bucket = Bucket(*row.pop("size"))
                 resolution = tuple(row.pop("resolution"))
-                yield Unit(number=self._starts[-1] + index, bucket=bucket, resolution=resolution, **row)
+                yield PlannedShard(number=self._starts[-1] + index, bucket=bucket, resolution=resolution, **row)
             self._starts.append(self._starts[-1] + len(rows))
 
-    def source(self, unit: Unit) -> Source:
-        """Return the source of a unit's samples."""
-        return self._sources[unit.label]
+    def source(self, shard: PlannedShard) -> Source:
+        """Return the source of a shard's samples."""
+        return self._sources[shard.label]
 
-    def ids(self, unit: Unit) -> NDArray[np.int64]:
-        """Return the ids of a unit's samples."""
-        return self._column(unit, "ids")
+    def ids(self, shard: PlannedShard) -> NDArray[np.int64]:
+        """Return the ids of a shard's samples."""
+        return self._column(shard, "ids")
 
-    def members(self, unit: Unit) -> list[Member]:
-        """Return the samples of a unit, in order."""
-        positions = self._column(unit, "places")
-        directory = self.source(unit).directory
+    def members(self, shard: PlannedShard) -> list[Member]:
+        """Return the samples of a shard, in order."""
+        positions = self._column(shard, "places")
+        directory = self.source(shard).directory
         members: list[Member] = []
         for part in dict.fromkeys((positions // PART_ROWS).tolist()):
             numbers = (positions[positions // PART_ROWS == part] % PART_ROWS).tolist()
             rows = self._catalogue.rows(self._parts[part], numbers)
             captions = (cached_captions(row, directory) for row in rows)
             members += [
-                Member(row, sample_id(row.key), texts, unit.bucket, unit.flip)
+                Member(row, sample_id(row.key), texts, shard.bucket, shard.flip)
                 for row, texts in zip(rows, captions, strict=True)
             ]
         return members
@@ -210,10 +210,10 @@ class CachePlan:
                 if reason := misfit(row.width, row.height, directory, row.frames):
                     yield replace(row, reason=reason, detail=size_text(row))
 
-    def _column(self, unit: Unit, name: str) -> NDArray[np.int64]:
-        batch = int(np.searchsorted(self._starts, unit.number, side="right")) - 1
+    def _column(self, shard: PlannedShard, name: str) -> NDArray[np.int64]:
+        batch = int(np.searchsorted(self._starts, shard.number, side="right")) - 1
         column = self._file.get_batch(batch).column(name)
-        values: NDArray[np.int64] = column[unit.number - self._starts[batch]].values.to_numpy()
+        values: NDArray[np.int64] = column[shard.number - self._starts[batch]].values.to_numpy()
         return values
 
 
@@ -299,15 +299,15 @@ _PLAN_SCHEMA = pa.schema(
 )
 
 ShowProgress = Callable[[str, int | None, str], AbstractContextManager[Any]]
-"""Shows a bar with a title, a total and a unit; `advance` of what it yields counts."""
-_UnitKey = tuple[tuple[int, int], Bucket]
-"""(resolution, bucket) of a unit."""
+"""Shows a bar with a title, a total and a shard; `advance` of what it yields counts."""
+_ShardKey = tuple[tuple[int, int], Bucket]
+"""(resolution, bucket) of a shard."""
 _Placed = tuple[int, int, str]
 """Position in the catalogue, id and fingerprint of a sample."""
 
 
 class _Planner:
-    """Assigns samples to units in catalogue order; holds one open unit per bucket and a few finished ones."""
+    """Assigns samples to shards in catalogue order; holds one open shard per bucket and a few finished ones."""
 
     def __init__(
         self, catalogue: Catalogue, contents: str, shard_size: int, show_progress: "ShowProgress | None" = None
@@ -331,8 +331,8 @@ class _Planner:
             pa.OSFile(str(temporary), "wb") as sink,
             pa.ipc.new_file(sink, _PLAN_SCHEMA) as writer,
         ):
-            units = self._units(listings, earlier)
-            while batch := list(islice(units, _UNITS_PER_BATCH)):
+            rows = self._shards(listings, earlier)
+            while batch := list(islice(rows, _SHARDS_PER_BATCH)):
                 writer.write_batch(pa.RecordBatch.from_pylist(batch, schema=_PLAN_SCHEMA))
         counts = {
             "pictures": self._counts.images,
@@ -344,24 +344,24 @@ class _Planner:
         }
         write_atomically(path.with_suffix(".json"), json.dumps(counts).encode())
 
-    def _units(self, listings: Sequence[Listing], earlier: EarlierImages) -> Iterator[dict[str, Any]]:
+    def _shards(self, listings: Sequence[Listing], earlier: EarlierImages) -> Iterator[dict[str, Any]]:
         part_number = 0
         for listing in listings:
-            open_units: defaultdict[_UnitKey, list[_Placed]] = defaultdict(list)
+            open_shards: defaultdict[_ShardKey, list[_Placed]] = defaultdict(list)
             for part in listing.parts:
                 rows = self._catalogue.rows(part)
-                yield from self._assign(listing.source, part_number * PART_ROWS, rows, open_units, earlier)
+                yield from self._assign(listing.source, part_number * PART_ROWS, rows, open_shards, earlier)
                 part_number += 1
-            for key, unit in open_units.items():
-                if unit:
-                    yield _finish_unit(listing.source, key, unit, self._contents)
+            for key, shard in open_shards.items():
+                if shard:
+                    yield _finish_shard(listing.source, key, shard, self._contents)
 
     def _assign(
         self,
         source: Source,
         first: int,
         rows: Sequence[InputRow],
-        open_units: defaultdict[_UnitKey, list[_Placed]],
+        open_shards: defaultdict[_ShardKey, list[_Placed]],
         earlier: EarlierImages,
     ) -> Iterator[dict[str, Any]]:
         for position, row in enumerate(rows, start=first):
@@ -383,11 +383,11 @@ class _Planner:
             for resolution, bucket, resize in fits(row.width, row.height, source.directory, row.frames):
                 self._counts.cropped += resize.cropped_fraction > 0
                 self._counts.enlarged += resize.enlarged
-                unit = open_units[resolution, bucket]
-                unit.append((position, identity, fingerprint))
-                if is_end(len(unit), identity, max(1, self._shard_size // bucket.frames)):
-                    yield _finish_unit(source, (resolution, bucket), unit, self._contents)
-                    open_units[resolution, bucket] = []
+                shard = open_shards[resolution, bucket]
+                shard.append((position, identity, fingerprint))
+                if is_end(len(shard), identity, max(1, self._shard_size // bucket.frames)):
+                    yield _finish_shard(source, (resolution, bucket), shard, self._contents)
+                    open_shards[resolution, bucket] = []
 
     def _is_dropped(self, row: InputRow, directory: DirectoryConfig, earlier: EarlierImages) -> bool:
         """Return whether an image is left out because of an earlier one. A duplicate is counted and listed."""
@@ -411,10 +411,10 @@ def _comparison_bar(listings: Sequence[Listing], show: "ShowProgress | None") ->
         yield bar.advance
 
 
-def _finish_unit(source: Source, key: _UnitKey, unit: Sequence[_Placed], contents: str) -> dict[str, Any]:
+def _finish_shard(source: Source, key: _ShardKey, shard: Sequence[_Placed], contents: str) -> dict[str, Any]:
     resolution, bucket = key
     flip = source.directory.flip
-    positions, ids, fingerprints = zip(*unit, strict=True)
+    positions, ids, fingerprints = zip(*shard, strict=True)
     fingerprint = digest_of(*fingerprints, str(bucket), str(flip), contents)
     return {
         "file": f"{source.name}-r{resolution[0]}x{resolution[1]}-{bucket}-{fingerprint[:20]}.safetensors",
@@ -423,7 +423,7 @@ def _finish_unit(source: Source, key: _UnitKey, unit: Sequence[_Placed], content
         "size": [bucket.width, bucket.height, bucket.frames],
         "resolution": list(resolution),
         "flip": flip,
-        "count": len(unit),
+        "count": len(shard),
         "places": positions,
         "ids": ids,
     }

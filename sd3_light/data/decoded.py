@@ -9,7 +9,7 @@ import numpy as np
 
 from sd3_light.config import DatasetConfig, DirectoryConfig
 from sd3_light.config.faults import UserError
-from sd3_light.data.cache_plan import CachePlan, Member, Unit, decode_task, make_cache_plan
+from sd3_light.data.cache_plan import CachePlan, Member, PlannedShard, decode_task, make_cache_plan
 from sd3_light.data.manifest import REJECTS_FILE
 from sd3_light.files import write_atomically
 from sd3_light.runlog import info, progress
@@ -70,7 +70,7 @@ def each_image(
     _require_images(dataset)
     with Claims(folder / "claims") as claims:
         plan = plan_images(Catalogue(folder, claims), dataset.directories, workers, "parts", _SHARD)
-        members = ((unit, member) for unit in plan.units for member in plan.members(unit))
+        members = ((shard, member) for shard in plan.shards for member in plan.members(shard))
         yield from _decode(plan, [one for one in members if chosen is None or one[1].identity in chosen], workers, [])
 
 
@@ -86,10 +86,10 @@ def plan_images(
     directories: Sequence[DirectoryConfig],
     workers: int,
     purpose: str,
-    unit: int,
+    shard_size: int,
     compared: bool = False,
 ) -> CachePlan:
-    """List and probe the images of directories; return the plan of a ``purpose``, in units of ``unit`` samples.
+    """List and probe the images of directories; return the plan of a ``purpose``, in shards of ``shard_size`` samples.
 
     ``compared``: probe them with thumbnails.
     """
@@ -98,7 +98,7 @@ def plan_images(
     if num_unprobed := catalogue.count_unprobed(listings):
         with progress("probing new images", num_unprobed, "images") as bar:
             catalogue.probe_images(listings, workers if num_unprobed > _MIN_FOR_WORKERS else 0, bar.advance)
-    return make_cache_plan(catalogue, listings, {purpose: PREPROCESS_VERSION}, unit)
+    return make_cache_plan(catalogue, listings, {purpose: PREPROCESS_VERSION}, shard_size)
 
 
 def _report_rejects(lines: list[dict[str, str]], file: Path | None) -> None:
@@ -116,32 +116,32 @@ def _report_rejects(lines: list[dict[str, str]], file: Path | None) -> None:
         info(f"all rejected inputs: {file}")
 
 
-def _select(plan: CachePlan, max_images: int) -> list[tuple[Unit, Member]]:
-    ids = np.sort(np.concatenate([np.zeros(0, np.int64), *(plan.ids(unit) for unit in plan.units)]))
+def _select(plan: CachePlan, max_images: int) -> list[tuple[PlannedShard, Member]]:
+    ids = np.sort(np.concatenate([np.zeros(0, np.int64), *(plan.ids(shard) for shard in plan.shards)]))
     limit = ids[min(max_images, len(ids)) - 1] if len(ids) else 0
-    return [(unit, member) for unit in plan.units for member in plan.members(unit) if member.identity <= limit]
+    return [(shard, member) for shard in plan.shards for member in plan.members(shard) if member.identity <= limit]
 
 
 def _decode(
-    plan: CachePlan, samples: list[tuple[Unit, Member]], workers: int, rejected: list[dict[str, str]]
+    plan: CachePlan, samples: list[tuple[PlannedShard, Member]], workers: int, rejected: list[dict[str, str]]
 ) -> Iterator[DecodedSample]:
     """Decode samples; those that cannot be decoded are added to ``rejected``."""
     with (
         WorkerPool(workers if len(samples) > _MIN_FOR_WORKERS else 0, decode_images, CRASHED_DECODE) as pool,
         progress("decoding", len(samples), "images") as bar,
     ):
-        results = pool.map([decode_task(member, plan.source(unit).root) for unit, member in batch]
+        results = pool.map([decode_task(member, plan.source(shard).root) for shard, member in batch]
                            for batch in _batches(samples))  # fmt: skip
         for batch, images in zip(_batches(samples), results, strict=True):
-            for (unit, member), image in zip(batch, images, strict=True):
+            for (shard, member), image in zip(batch, images, strict=True):
                 if image.pixels is None:
                     rejected.append(reject_line(member.row.key, image.reason, image.detail, member.row.image))
                 else:
-                    location = sample_location(member.row, plan.source(unit).root)
+                    location = sample_location(member.row, plan.source(shard).root)
                     references = tuple(Path(reference.path) for reference in location.references)
                     yield DecodedSample(member, Path(location.image.path), image.pixels, references)
             bar.advance(len(batch))
 
 
-def _batches(samples: list[tuple[Unit, Member]]) -> Iterator[list[tuple[Unit, Member]]]:
+def _batches(samples: list[tuple[PlannedShard, Member]]) -> Iterator[list[tuple[PlannedShard, Member]]]:
     return (samples[start : start + _BATCH] for start in range(0, len(samples), _BATCH))

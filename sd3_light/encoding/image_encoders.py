@@ -7,7 +7,6 @@ returned by `waiter` has returned.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -15,11 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from sd3_light.config import ModelConfig
 from sd3_light.core.columns import TEACHER, Column
 from sd3_light.encoding.batching import image_batches
-from sd3_light.encoding.half_vae import VaeDtype, load_encoding_vae, resolve_vae_dtype
+from sd3_light.encoding.half_vae import load_encoding_vae, resolve_vae_dtype
 from sd3_light.encoding.host_copies import AsyncHostCopies
-from sd3_light.encoding.residence import ResidentModules, all_fit, free_memory, weight_bytes
+from sd3_light.encoding.placement import PlacedModules, all_fit, free_memory, weight_bytes
 from sd3_light.encoding.teacher import VisionTeacher, quantised
 from sd3_light.encoding.vae import decode_moments, raw_moments
 from sd3_light.model.device_copy import to_device
@@ -29,36 +29,29 @@ Loader = Callable[[torch.device], nn.Module]
 
 
 class ImageEncoders(ABC):
-    """The VAE of a diffusers folder, and a family's text encoders, each loaded on first use.
+    """The VAE of a [model] table's folder, and a family's text encoders, each loaded on first use.
 
-    On GPUs the VAE encodes as ``vae_dtype`` says (float32: with TF32 convolutions) and text encoders run in
-    ``text_dtype``; on CPUs everything is float32.
+    On GPUs the VAE encodes as `vae_dtype` says (float32: with TF32 convolutions) and text encoders run in `dtype`; on
+    CPUs everything is float32.
     ``one_at_a_time`` keeps only the encoder in use on the device; None decides by the free memory. Batches depend on
-    the inputs and ``batch_size`` only. ``with_frames`` stores images as clips of one frame. ``teacher`` is the folder
-    of `encode_features`. One thread encodes; `tokenize` may run on another.
+    the inputs and ``batch_size`` only. `teacher_path` is the folder of `encode_features`. One thread encodes;
+    `tokenize` may run on another.
     """
 
+    stores_frames = False
+    """Whether images are stored as clips of one frame."""
+
     def __init__(
-        self,
-        diffusers_path: Path,
-        device: torch.device,
-        *,
-        text_dtype: torch.dtype,
-        batch_size: int,
-        vae_dtype: VaeDtype = "float32",
-        one_at_a_time: bool | None = None,
-        with_frames: bool = False,
-        teacher: Path | None = None,
+        self, model: ModelConfig, device: torch.device, batch_size: int, one_at_a_time: bool | None = None
     ) -> None:
-        self.path = diffusers_path
+        self.path = model.diffusers_path
         self.device = device
         self.batch_size = batch_size
-        self._text_dtype = text_dtype if device.type == "cuda" else torch.float32
-        self._vae_setting = vae_dtype
+        self._model = model
+        self._text_dtype = getattr(torch, model.dtype) if device.type == "cuda" else torch.float32
         self._one_at_a_time = one_at_a_time
-        self._with_frames = with_frames
-        self._teacher = teacher
-        self._modules: ResidentModules | None = None
+        self._teacher = model.teacher_path
+        self._modules: PlacedModules | None = None
         self._copies = AsyncHostCopies(device)
 
     @property
@@ -84,10 +77,10 @@ class ImageEncoders(ABC):
     @cached_property
     def vae_dtype(self) -> torch.dtype:
         """The dtype in which the VAE encodes; decided once."""
-        return resolve_vae_dtype(self._vae_setting, self.path, self.device)
+        return resolve_vae_dtype(self._model.vae_dtype, self.path, self.device)
 
     def part(self, name: str) -> Any:
-        """Return the module ``vae`` or a text encoder on the device, valid as in `ResidentModules.get`."""
+        """Return the module ``vae`` or a text encoder on the device, valid as in `PlacedModules.get`."""
         if self._modules is None:
             texts = self._text_loaders()
             loaders = dict(texts)
@@ -95,7 +88,7 @@ class ImageEncoders(ABC):
             loaders["vae"] = lambda device: load_encoding_vae(self.path, device, self.vae_dtype)
             if (folder := self._teacher) is not None:
                 loaders[TEACHER] = lambda device: VisionTeacher(folder).to(device)
-            self._modules = ResidentModules(loaders, self.device, self.one_at_a_time, by_layer=texts.keys())
+            self._modules = PlacedModules(loaders, self.device, self.one_at_a_time, by_layer=texts.keys())
         return self._modules.get(name)
 
     def encode_images(self, pixels: NDArray[np.uint8] | Tensor, flip: bool) -> dict[str, Tensor]:
@@ -104,7 +97,7 @@ class ImageEncoders(ABC):
         Clips have pixels [B, F, H, W, 3] and moments [B, v, 2C, f, h, w], as images do that are stored with a frame.
         """
         source = torch.as_tensor(pixels)
-        if self._with_frames and source.dim() == 4:
+        if self.stores_frames and source.dim() == 4:
             source = source.unsqueeze(1)
         *_, height, width, _ = source.shape
         batches = image_batches(len(source), height * source.shape[1:-3].numel(), width, self.batch_size)

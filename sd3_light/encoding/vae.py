@@ -22,7 +22,7 @@ from sd3_light.model.device_copy import to_device
 from sd3_light.model.folder import weight_files
 from sd3_light.model.loading import load_diffusers_model
 from sd3_light.model.part_configs import WEIGHTS_STEM, read_config
-from sd3_light.tensor_file import open_tensors
+from sd3_light.tensor_file import StoredTensor, open_tensors
 
 LOW_PSNR = 20.0
 """Reconstructions below this many dB have lost what the image shows; SD3's VAE reaches 30 and more on photographs."""
@@ -102,19 +102,15 @@ _STATISTICS = ("bn.running_mean", "bn.running_var")  # of patches of 2 x 2, in t
 
 def _batch_norm_scale(folder: Path, epsilon: float) -> LatentScale:
     """Return the statistics in a VAE's weights; the others are not read."""
-    tensors = {name: tensor for file in weight_files(folder, WEIGHTS_STEM) for name, tensor in _statistics(file)}
-    missing = [name for name in _STATISTICS if name not in tensors]
+    stored: dict[str, StoredTensor] = {}
+    for file in weight_files(folder, WEIGHTS_STEM):
+        stored |= open_tensors(file)[0] if file.is_file() else {}
+    missing = [name for name in _STATISTICS if name not in stored]
     if missing:
         raise UserError(f"{folder} lacks {missing[0]}, by which its latents are normalised; download the folder again")
-    mean, variance = (tensors[name].float() for name in _STATISTICS)
+    mean, variance = (stored[name].load().float() for name in _STATISTICS)
     deviations = torch.sqrt(variance + epsilon)
     return LatentScale(1.0, 0.0, tuple(mean.tolist()), tuple(deviations.tolist()), patch=2)
-
-
-def _statistics(file: Path) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in open_tensors(file)[0].items() if file.is_file() else ():
-        if name in _STATISTICS:
-            yield name, tensor.load()
 
 
 SD3_LATENTS = LatentScale(1.5305, 0.0609)

@@ -22,7 +22,7 @@ from sd3_light.engines import Launch
 from sd3_light.evaluate.comparison import DIFFERENCES, Comparison, Scores, image_features, text_features
 from sd3_light.evaluate.composition import USUAL_STEPS
 from sd3_light.evaluate.distances import METRICS
-from sd3_light.evaluate.judge import Judge, load_judge, shares_captions
+from sd3_light.evaluate.feature_model import FeatureModel, load_feature_model, shares_captions
 from sd3_light.evaluate.nearest import training_answers
 from sd3_light.evaluate.pixels import PIXEL_METRICS
 from sd3_light.evaluate.truths import Truth, load_truths
@@ -111,13 +111,13 @@ def run(
     chosen = {str(model): _choose(model) for model in models}
     steps, guidance = _drawing(chosen, options)
     device = Launch().device()
-    judge = load_judge(features, device)
+    feature_model = load_feature_model(features, device)
     options = replace(options, steps=steps, guidance=guidance)
     if shares_captions(features):
         info(f"note: {features} and the model's text encoders learned from the same captions; `parts --judge-share`")
     truths = load_truths(data, options.count)
     kept = len(truths) if save is not None else 0 if page is None else _MOST_SHOWN
-    measured = _measure(chosen, truths, judge, options, kept)
+    measured = _measure(chosen, truths, feature_model, options, kept)
     facts = {"against": str(data), "features": str(features), "version": __version__, **_drawn_with(options)}
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -158,15 +158,15 @@ def _drawn_with(options: AgainstOptions) -> dict[str, Any]:
 def _measure(
     chosen: Mapping[str, ChosenModel],
     truths: Sequence[Truth],
-    judge: Judge,
+    feature_model: FeatureModel,
     options: AgainstOptions,
     kept: int,
 ) -> Measured:
     captions = [truth.caption for truth in truths]
-    embed = partial(image_features, judge)
+    embed = partial(image_features, feature_model)
     comparison = Comparison(
         embed([truth.pixels for truth in truths]),
-        text_features(judge, captions) if judge.reads_text else None,
+        text_features(feature_model, captions) if feature_model.reads_text else None,
         captions,
         options.seed,
         [truth.pixels for truth in truths],
@@ -181,7 +181,7 @@ def _measure(
             measured.scores[name] = comparison.of_images(embed(images), list(answers), images)
             measured.images[name] = {row: pixels for row, pixels in answers.items() if row < kept}
     for name, model in chosen.items():
-        images = draw(model, truths, judge.device, options)
+        images = draw(model, truths, feature_model.device, options)
         measured.scores[name] = comparison.of_images(embed(images), images=images)
         measured.images[name] = dict(enumerate(images[:kept]))
     return measured
@@ -197,7 +197,7 @@ def draw(chosen: ChosenModel, truths: Sequence[Truth], device: torch.device, opt
     drawing = policy.drawing(options.steps, options.guidance, USUAL_STEPS)
     info(f"drawing {len(requests):,} captions with {chosen.text_facts}")
     with progress("draw", len(requests), "images") as bar:
-        images = generate(pipe, requests, policy, *drawing, options.batch, bar.set_done, exact=device.type == "cpu")
+        images = generate(pipe, requests, policy, drawing, options.batch, bar.set_done, exact=device.type == "cpu")
     return [np.asarray(image.convert("RGB")) for image in images]
 
 

@@ -1,4 +1,4 @@
-"""Compares sets of images with the true images of the same captions, by the features of a judge or a vision model.
+"""Compares sets of images with the true images of the same captions, by the features of a model (see `feature_model`).
 
 Every set is measured in the same way. The samples are split at random into halves A and B; distribution metrics compare
 the true images of A with a set's images of B. With the true images as the set this shows how far two halves of the
@@ -29,7 +29,7 @@ from sd3_light.evaluate.distances import (
     kernel_distance,
     precision_recall,
 )
-from sd3_light.evaluate.judge import Judge
+from sd3_light.evaluate.feature_model import FeatureModel
 from sd3_light.evaluate.pixels import PIXEL_METRICS, pixel_scores
 from sd3_light.randomness import stream
 from sd3_light.sources.preprocess import Pixels
@@ -82,7 +82,7 @@ class Scores:
         return {"images": self.count, **values}
 
 
-def image_features(judge: Judge, images: Sequence[Pixels]) -> Tensor:
+def image_features(feature_model: FeatureModel, images: Sequence[Pixels]) -> Tensor:
     """Return the features of images of any sizes, vectors of length 1, in float64 on the CPU."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for index, pixels in enumerate(images):
@@ -91,14 +91,16 @@ def image_features(judge: Judge, images: Sequence[Pixels]) -> Tensor:
     for indices in groups.values():
         for start in range(0, len(indices), _BATCH):
             batch = indices[start : start + _BATCH]
-            features = judge.image_features(np.stack([images[index] for index in batch]))
+            features = feature_model.image_features(np.stack([images[index] for index in batch]))
             rows.update(zip(batch, features.double().cpu(), strict=True))
     return _finite(torch.stack([rows[index] for index in range(len(images))]))
 
 
-def text_features(judge: Judge, captions: Sequence[str]) -> Tensor:
+def text_features(feature_model: FeatureModel, captions: Sequence[str]) -> Tensor:
     """Return the features of captions, as `image_features` does."""
-    batches = [judge.text_features(captions[start : start + _BATCH]) for start in range(0, len(captions), _BATCH)]
+    batches = [
+        feature_model.text_features(captions[start : start + _BATCH]) for start in range(0, len(captions), _BATCH)
+    ]
     return _finite(torch.cat(batches).double().cpu())
 
 
@@ -108,28 +110,23 @@ def _finite(features: Tensor) -> Tensor:
     return features
 
 
+@dataclass
 class Comparison:
     """The true images, one per caption, with which sets of images of the same captions are compared.
 
-    ``texts`` are the features of the captions, None if the judge reads no text: then there is no retrieval. With the
+    ``texts`` are the features of the captions, None if the model reads no text: then there is no retrieval. With the
     ``pixels`` of the true images sets have paired differences, and PSNR and edge agreement.
     """
 
-    def __init__(
-        self,
-        truths: Tensor,
-        texts: Tensor | None,
-        captions: Sequence[str],
-        seed: int = 0,
-        pixels: Sequence[Pixels] | None = None,
-    ) -> None:
-        if len(captions) < MIN_IMAGES:
-            raise UserError(f"{len(captions)} images are too few to compare; give at least {MIN_IMAGES}")
-        self.truths = truths
-        self.texts = texts
-        self.captions = captions
-        self.seed = seed
-        self.pixels = pixels
+    truths: Tensor
+    texts: Tensor | None
+    captions: Sequence[str]
+    seed: int = 0
+    pixels: Sequence[Pixels] | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.captions) < MIN_IMAGES:
+            raise UserError(f"{len(self.captions)} images are too few to compare; give at least {MIN_IMAGES}")
 
     @property
     def among(self) -> int:
@@ -188,8 +185,8 @@ class Comparison:
         """Return the differences to the true images: means over the splits, errors by drawing images again."""
         if self.pixels is None:
             return {}
-        made = self._features(features)
-        true = self._features(self.truths)
+        made = _scaled(features)
+        true = _scaled(self.truths)
         plain: list[list[float]] = []
         drawn: list[list[list[float]]] = []
         for number in range(_SPLITS):
@@ -211,10 +208,6 @@ class Comparison:
             for name, value, error in zip(self._paired_names, values, errors, strict=True)
         }
 
-    def _features(self, vectors: Tensor) -> Tensor:
-        scale: float = vectors.shape[1] ** 0.5  # so that the kernel of KID is (cosine + 1)^3, whatever the width
-        return scale * vectors
-
     def _split(self, number: int, rows: Tensor) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the rows of one half, and those of the other that are among ``rows``."""
         order = stream(self.seed, "metrics-split", 0, 0, number).permutation(len(self.truths))
@@ -228,8 +221,8 @@ class Comparison:
             first, second = self._split(number, rows)
             if len(second) <= NEIGHBOURS:
                 return dict.fromkeys(_OF_SETS)
-            true = self._features(self.truths)[first]
-            made = self._features(features)[second]
+            true = _scaled(self.truths)[first]
+            made = _scaled(features)[second]
             values.append((frechet_distance(true, made), kernel_distance(true, made), *precision_recall(true, made)))
         columns = np.array(values).T
         return {name: _estimate(column.mean(), column) for name, column in zip(_OF_SETS, columns, strict=True)}
@@ -238,6 +231,11 @@ class Comparison:
         numbers = values.numpy()
         draws = stream(self.seed, "metrics-bootstrap", 0, 0, 0).integers(0, len(numbers), (_RESAMPLES, len(numbers)))
         return _estimate(numbers.mean(), numbers[draws].mean(1))
+
+
+def _scaled(vectors: Tensor) -> Tensor:
+    scale: float = vectors.shape[1] ** 0.5  # so that the kernel of KID is (cosine + 1)^3, whatever the width
+    return scale * vectors
 
 
 def _difference(true: Tensor, made: Tensor, first: NDArray[np.int64], second: NDArray[np.int64]) -> list[float]:

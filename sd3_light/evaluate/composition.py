@@ -99,7 +99,7 @@ def score(
         for index, prompt in enumerate(prompts)
     ]
     drawing = choose_drawing(policy, options.steps, options.guidance, USUAL_STEPS)
-    images = generate(pipe, requests, policy, *drawing, options.batch, on_progress)
+    images = generate(pipe, requests, policy, drawing, options.batch, on_progress)
     return judge_images(prompts, images)
 
 

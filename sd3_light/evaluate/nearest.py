@@ -23,7 +23,7 @@ from torch import Tensor
 from sd3_light.config import DatasetConfig, load_dataset
 from sd3_light.data.decoded import DecodedSample, each_image
 from sd3_light.evaluate.truths import Truth
-from sd3_light.sources.buckets import Bucket, plan
+from sd3_light.sources.buckets import Bucket, resize_for
 from sd3_light.sources.preprocess import Pixels, fit
 
 BY_CAPTION = "training image, nearest caption"
@@ -149,4 +149,4 @@ def _pixels(
 
 def _fitted(pixels: Pixels, size: tuple[int, int]) -> Pixels:
     image = Image.fromarray(pixels)
-    return fit(image, plan(*image.size, Bucket(*size)))
+    return fit(image, resize_for(*image.size, Bucket(*size)))

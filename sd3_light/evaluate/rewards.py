@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from sd3_light.config.faults import UserError
 from sd3_light.config.schema_reward import PYTHON, WORLD
 from sd3_light.engines.errors import as_user_error
-from sd3_light.evaluate.judge import Judge, load_judge
+from sd3_light.evaluate.feature_model import FeatureModel, load_feature_model
 from sd3_light.evaluate.marked import require_marked
 from sd3_light.world import judge
 from sd3_light.world.captions import parse_caption
@@ -42,7 +42,10 @@ def open_reward(name: str | Path, device: torch.device) -> Reward:
     if name == WORLD:
         return world_reward
     if isinstance(name, Path):
-        return partial(_similarity, load_text_judge(name, device))
+        feature_model = load_feature_model(name, device)
+        if not feature_model.reads_text:
+            raise UserError(f"reward.score: {name} has no text encoder; give a CLIP folder")
+        return partial(_similarity, feature_model)
     if name == PYTHON:
         raise UserError(
             'reward.score = "python" is a function that a script passes to sd3_light.tasks.launch_reward_task; '
@@ -79,17 +82,9 @@ def _scene(prompt: str) -> Scene:
     return parse_caption(prompt)
 
 
-def load_text_judge(folder: Path, device: torch.device) -> Judge:
-    """Load a judge that reads text."""
-    judge = load_judge(folder, device)
-    if not judge.reads_text:
-        raise UserError(f"reward.score: {folder} has no text encoder; give a CLIP folder")
-    return judge
-
-
-def _similarity(judge: Judge, images: Images, prompts: Sequence[str]) -> Any:
+def _similarity(feature_model: FeatureModel, images: Images, prompts: Sequence[str]) -> Any:
     """Return the cosine of image and prompt."""
-    return (judge.image_features(images) * judge.text_features(prompts)).sum(1).double().cpu().numpy()
+    return (feature_model.image_features(images) * feature_model.text_features(prompts)).sum(1).double().cpu().numpy()
 
 
 def _installed(name: str) -> Reward:

@@ -5,6 +5,7 @@ The quantiles are those of the run's own distribution of t. Fixed times compare 
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,11 +50,11 @@ class QuantileBatches(Dataset[tuple[CachedBatch, float]]):
         return self._last[1], self.points[point]
 
 
+@dataclass
 class EvalPreparer:
     """Prepares the items of `QuantileBatches` with a model, and marks padding."""
 
-    def __init__(self, model: PreparesInPlace) -> None:
-        self.model = model
+    model: PreparesInPlace
 
     def prepare_inputs(self, batch: Any, timestep_quantile: float | None = None) -> Batch:
         """Return the batch of an item at its quantile; its ``weight`` is 0 for padding.
@@ -97,8 +98,9 @@ def validate(
     assert count % len(points) == 0
     rows = sum_over_ranks(torch.stack(totals)).tolist()
     losses: dict[str, float] = {}
-    for name, of_kind in (("flow", _is_quantile), ("fixed", _is_fixed)):
-        of_points = {point: row for point, row in zip(points, rows, strict=True) if of_kind(point)}
+    for name, is_fixed in (("flow", False), ("fixed", True)):
+        pairs = zip(points, rows, strict=True)
+        of_points = {point: row for point, row in pairs if isinstance(point, FixedTime) is is_fixed}
         if of_points:
             group = {f"{name}@{point}": loss / number for point, (loss, number, _) in of_points.items()}
             errors = [_standard_error(*row) for row in of_points.values()]
@@ -111,11 +113,3 @@ def _standard_error(total: float, number: float, squares: float) -> float:
     if number < 2:
         return math.nan
     return math.sqrt(max(0.0, squares - total * total / number) / (number - 1) / number)
-
-
-def _is_fixed(point: float) -> bool:
-    return isinstance(point, FixedTime)
-
-
-def _is_quantile(point: float) -> bool:
-    return not _is_fixed(point)

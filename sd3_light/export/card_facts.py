@@ -1,7 +1,7 @@
 """What a card says about a run: its data, losses and scores, and its newest sample images."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from statistics import median
@@ -109,22 +109,22 @@ def _caption_summary(captions: Sequence[Sequence[str]]) -> str:
 
 def _losses(log: Path, weights: str, step: int) -> dict[str, float]:
     """Return the last validation loss of each evaluation set up to this step, where it is finite."""
-    if not log.is_file():
-        return {}
-    events = (event for event in read_log(log) if event["event"] == "eval")
-    chosen = (event for event in events if event["weights"] == weights and event["step"] <= step)
-    losses = {event["set"]: measured(event, "flow") for event in chosen}
-    return {name: loss for name, loss in losses.items() if math.isfinite(loss)}
+    return _finite({event["set"]: measured(event, "flow") for event in _events(log, "eval", weights, step)})
 
 
 def _metrics(log: Path, weights: str, step: int) -> dict[str, float]:
-    """Return the last measurements against true images up to this step, by metric."""
-    if not log.is_file():
-        return {}
-    events = [event for event in read_log(log) if event["event"] == METRICS_EVENT and event["step"] <= step]
-    chosen = [event for event in events if event.get("weights") == weights]
-    last = chosen[-1] if chosen else {}
-    values = {name: measured(last[name], "value") for name in METRIC_GROUPS if last.get(name)}
+    """Return the last measurements against true images up to this step, by metric, where they are finite."""
+    last: dict[str, Any] = next(reversed(_events(log, METRICS_EVENT, weights, step)), {})
+    return _finite({name: measured(last[name], "value") for name in METRIC_GROUPS if last.get(name)})
+
+
+def _events(log: Path, kind: str, weights: str, step: int) -> list[dict[str, Any]]:
+    """Return the records of a kind for these weights up to this step."""
+    events = read_log(log) if log.is_file() else ()
+    return [e for e in events if e["event"] == kind and e.get("weights") == weights and e["step"] <= step]
+
+
+def _finite(values: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in values.items() if math.isfinite(value)}
 
 

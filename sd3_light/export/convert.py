@@ -1,4 +1,4 @@
-"""The convert stage: a diffusers folder to the community's single file, and back."""
+"""The convert verb: a diffusers folder to the community's single file, and back."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Upload exports to the Hugging Face hub: a plan that names every file, then one commit that does what it says."""
+"""Uploads of exports to the Hugging Face hub: prepared, with the name of every file, then made in one commit."""
 
 import hashlib
 import os
@@ -29,7 +29,7 @@ from sd3_light.formats import byte_size
 from sd3_light.inputs import read_limited
 
 # a failed connection raises the HTTP library's error, the base class of the hub's errors
-_FAILURES: tuple[type[Exception], ...] = (OSError, *HfHubHTTPError.__bases__)
+_FAILURES: tuple[type[Exception], ...] = (ValueError, OSError, *HfHubHTTPError.__bases__)
 _PRIVATE = ("config.toml",)
 """Not published: it contains paths of the training machine."""
 _REPLACED = ("*.safetensors", "*.json", "*.py", *_PRIVATE)
@@ -66,7 +66,7 @@ class UploadFile:
 
 
 @dataclass(frozen=True)
-class UploadPlan:
+class Upload:
     """What an upload does: its files, those that it leaves out or deletes, and the card that people will read.
 
     ``commit`` is what the repository contains now, "" if it does not exist yet; ``problem`` says why the hub was not
@@ -134,24 +134,24 @@ def check_names(target: Target) -> None:
         raise UserError(f"--license {target.licence!r:.80}: not an id of the hub, such as mit, apache-2.0, cc-by-4.0")
 
 
-# --- the plan ------------------------------------------------------------------------------------
+# --- before the upload ----------------------------------------------------------------------------
 
 
-def plan_upload(source: Path, target: Target, api: HfApi | None = None) -> UploadPlan:
+def prepare_upload(source: Path, target: Target, api: HfApi | None = None) -> Upload:
     """Return what an upload of an export's folder or an adapter's file does; nothing is uploaded.
 
     Raises UserError for something that is not an export, and for links in it. A hub that cannot be reached is the
-    plan's ``problem``.
+    upload's ``problem``.
     """
     check_names(target)
     files, left_out = _files_of(source) if source.is_dir() else (_files_of_adapter(source), [])
     files = _licensed(source, files, target.licence) if target.licence else files
-    plan = UploadPlan(source, target, tuple(files), tuple(left_out), is_private=not target.public)
+    upload = Upload(source, target, tuple(files), tuple(left_out), is_private=not target.public)
     try:
         with _hub_errors(target.repo):
-            return _compared(plan, api or HfApi())
+            return _compared(upload, api or HfApi())
     except UserError as error:
-        return replace(plan, problem=str(error))
+        return replace(upload, problem=str(error))
 
 
 def _files_of(folder: Path) -> tuple[list[UploadFile], list[str]]:
@@ -224,20 +224,20 @@ def _licensed(source: Path, files: list[UploadFile], licence: str) -> list[Uploa
     return changed
 
 
-def _compared(plan: UploadPlan, api: HfApi) -> UploadPlan:
-    """Return the plan with what the repository contains now."""
+def _compared(upload: Upload, api: HfApi) -> Upload:
+    """Return the upload with what the repository contains now."""
     try:
-        info = api.repo_info(plan.target.repo)
+        info = api.repo_info(upload.target.repo)
         commit = str(info.sha)
-        tree = api.list_repo_tree(plan.target.repo, recursive=True, revision=commit)
+        tree = api.list_repo_tree(upload.target.repo, recursive=True, revision=commit)
         known = {each.path: each for each in tree if isinstance(each, RepoFile)}
     except RepositoryNotFoundError:
-        return replace(plan, files=tuple(replace(file, change=NEW) for file in plan.files))
-    files = tuple(replace(file, change=_change(plan.source, file, known.get(file.name))) for file in plan.files)
+        return replace(upload, files=tuple(replace(file, change=NEW) for file in upload.files))
+    files = tuple(replace(file, change=_change(upload.source, file, known.get(file.name))) for file in upload.files)
     names = {file.name for file in files}
     stale = [name for name in known if name not in names and any(fnmatch(name, each) for each in _REPLACED)]
-    deleted = tuple(sorted(stale)) if plan.source.is_dir() else ()  # a file replaces no others
-    return replace(plan, files=files, deleted=deleted, commit=commit, is_private=bool(info.private))
+    deleted = tuple(sorted(stale)) if upload.source.is_dir() else ()  # a file replaces no others
+    return replace(upload, files=files, deleted=deleted, commit=commit, is_private=bool(info.private))
 
 
 def _change(source: Path, file: UploadFile, known: RepoFile | None) -> str:
@@ -256,18 +256,20 @@ def _change(source: Path, file: UploadFile, known: RepoFile | None) -> str:
 # --- the upload ----------------------------------------------------------------------------------
 
 
-def push(plan: UploadPlan, api: HfApi | None = None) -> str:
-    """Do what a plan says in one commit, in a repository that is created if needed; return its address.
+def push(upload: Upload, api: HfApi | None = None) -> str:
+    """Do what an upload says in one commit, in a repository that is created if needed; return its address.
 
-    Raises UserError if a file, or the repository, is not what the plan has seen, and if a public one has no licence.
+    Raises UserError if a file, or the repository, is not what the upload has seen, and if a public one has no licence.
     """
     api = api or HfApi()
-    target = plan.target
-    if plan.target.public and not plan.licence:
-        raise UserError(f"{plan.source}: its card states no licence; give one with --license before you make it public")
-    operations = _operations(plan)
-    again = f"sd3-light export {plan.source} --push-to-hub {target.repo}"
-    note = f"the export is complete: {plan.source}; retry with `{again}`"
+    target = upload.target
+    if upload.target.public and not upload.licence:
+        raise UserError(
+            f"{upload.source}: its card states no licence; give one with --license before you make it public"
+        )
+    operations = _operations(upload)
+    again = f"sd3-light export {upload.source} --push-to-hub {target.repo}"
+    note = f"the export is complete: {upload.source}; retry with `{again}`"
     with _hub_errors(target.repo, note):
         address = api.create_repo(target.repo, private=not target.public, exist_ok=True)
         if operations:
@@ -275,43 +277,45 @@ def push(plan: UploadPlan, api: HfApi | None = None) -> str:
                 target.repo,
                 operations,
                 commit_message="Upload an export of sd3-light",
-                parent_commit=plan.commit or None,
+                parent_commit=upload.commit or None,
             )
     return str(address)
 
 
-def _operations(plan: UploadPlan) -> list[CommitOperationAdd | CommitOperationDelete]:
+def _operations(upload: Upload) -> list[CommitOperationAdd | CommitOperationDelete]:
     operations: list[CommitOperationAdd | CommitOperationDelete] = []
-    for file in plan.files:
-        path = plan.source / file.name if plan.source.is_dir() else plan.source
+    for file in upload.files:
+        path = upload.source / file.name if upload.source.is_dir() else upload.source
         if file.version and _file(path, file.name).version != file.version:
             raise UserError(f"{path} has changed since the upload was planned; plan it again")
         if file.change != SAME:
             operations.append(CommitOperationAdd(file.name, str(path) if file.content is None else file.content))
-    return [*operations, *(CommitOperationDelete(name) for name in plan.deleted)]
+    return [*operations, *(CommitOperationDelete(name) for name in upload.deleted)]
 
 
 @contextmanager
 def _hub_errors(repo: str, note: str = "") -> Iterator[None]:
     """Convert the hub's errors to a UserError of one line, without a token."""
-    end = f" ({note})" if note else ""
     try:
         yield
-    except HFValidationError as error:
-        raise UserError(f"--push-to-hub {repo}: not a valid repository name; pass USER/NAME{end}") from error
-    except OfflineModeIsEnabled as error:
-        raise UserError(f"--push-to-hub {repo}: HF_HUB_OFFLINE is set; unset it to upload{end}") from error
-    except LocalTokenNotFoundError as error:
-        raise UserError(f"--push-to-hub {repo}: not logged in; run `hf auth login`, or set HF_TOKEN{end}") from error
-    except HfHubHTTPError as error:
-        raise UserError(
-            f"--push-to-hub {repo}: the hub refused: {_line(error.server_message or error)}{end}"
-        ) from error
-    except ValueError as error:  # of a card, before anything is sent
-        raise UserError(f"--push-to-hub {repo}: the hub refuses the card: {_line(error)}{end}") from error
     except _FAILURES as error:
-        reason = _line(error) or type(error).__name__
-        raise UserError(f"--push-to-hub {repo}: cannot reach the hub: {reason}{end}") from error
+        end = f" ({note})" if note else ""
+        raise UserError(f"--push-to-hub {repo}: {_reason(error)}{end}") from error
+
+
+def _reason(error: Exception) -> str:
+    match error:
+        case HFValidationError():
+            return "not a valid repository name; pass USER/NAME"
+        case OfflineModeIsEnabled():
+            return "HF_HUB_OFFLINE is set; unset it to upload"
+        case LocalTokenNotFoundError():
+            return "not logged in; run `hf auth login`, or set HF_TOKEN"
+        case HfHubHTTPError():
+            return f"the hub refused: {_line(error.server_message or error)}"
+        case ValueError():  # of a card, before anything is sent
+            return f"the hub refuses the card: {_line(error)}"
+    return f"cannot reach the hub: {_line(error) or type(error).__name__}"
 
 
 def _line(message: object) -> str:

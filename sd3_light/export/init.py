@@ -1,4 +1,4 @@
-"""The init stage: write a pipeline folder with a randomly initialised denoiser, for a pretraining run to start from."""
+"""The init verb: write a pipeline folder with a randomly initialised denoiser, for a pretraining run to start from."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The lora stage: convert LoRA files between layouts, merge them into a model, extract them from two models."""
+"""The lora verb: convert LoRA files between layouts, merge them into a model, extract them from two models."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

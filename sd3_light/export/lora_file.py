@@ -75,10 +75,17 @@ def write_lora(
     metadata: dict[str, Any] = {"layout": layout, "facts": dict(facts or {})}
     metadata |= ({"padding": list(padding)} if padding else {}) | ({"ranks": ranks} if ranks else {})
     metadata |= {"family": names.family} if names.family else {}
+    return write_adapter_tensors(path, saved, metadata, names.metadata(true_modules, layout, metadata["facts"]))
+
+
+def write_adapter_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any], shown: Mapping[str, str]
+) -> Path:
+    """Write the file of an adapter atomically; an existing file is an error. See `save_tensors`."""
     with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with new_file(path) as temporary:
-            save_tensors(temporary, saved, metadata, names.metadata(true_modules, layout, metadata["facts"]))
+            save_tensors(temporary, tensors, metadata, shown)
     return path
 
 

@@ -32,14 +32,13 @@ from sd3_light.tensor_file import StoredTensor, open_tensors
 StateDict = Mapping[str, Tensor]
 
 
-def merge_loras(model: Path | StateDict, loras: Sequence[tuple[AdapterModules, float]]) -> dict[str, Tensor]:
+def merge_loras(state: StateDict, loras: Sequence[tuple[AdapterModules, float]]) -> dict[str, Tensor]:
     """Return the denoiser's weights with each LoRA added at its strength, in order.
 
     Changed weights are new float32 tensors, ``W + strength * update``; the others are returned as they are. LoKr and
     LoHa count as LoRAs.
     A LoRA layer that does not exist in the model, or has another shape there, is an error that names it.
     """
-    state = denoiser_state(model) if isinstance(model, Path) else model
     _require_layers({name: tuple(weight.shape) for name, weight in state.items()}, loras)
     return {name: _with_updates(name, weight, loras) for name, weight in state.items()}
 

@@ -25,10 +25,9 @@ from sd3_light.export.lora_file import (
     own_metadata,
     read_lora,
     require_numbers,
-    save_tensors,
+    write_adapter_tensors,
 )
 from sd3_light.export.lora_keys import without_prefix
-from sd3_light.files import new_file, write_errors
 from sd3_light.model.adapter_layers import LycorisModule, is_lycoris_name
 
 _LOKR = [(("lokr_w1",), ("lokr_w1_a", "lokr_w1_b")), (("lokr_w2",), ("lokr_w2_a", "lokr_w2_b"))]
@@ -63,12 +62,8 @@ def write_lycoris(
     alphas = {f"{stem}.alpha": torch.tensor(float(modules[layer].rank or 1)) for stem, layer in stems.items()}
     metadata: dict[str, Any] = {"layout": "lycoris", "facts": dict(facts or {}), "layers": stems}
     metadata |= {"padding": list(padding)} if padding else {}
-    with write_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with new_file(path) as temporary:
-            shown = names.metadata(modules, "lycoris", metadata["facts"])
-            save_tensors(temporary, cast_tensors(tensors, save_dtype) | alphas, metadata, shown)
-    return path
+    shown = names.metadata(modules, "lycoris", metadata["facts"])
+    return write_adapter_tensors(path, cast_tensors(tensors, save_dtype) | alphas, metadata, shown)
 
 
 def read_lycoris(

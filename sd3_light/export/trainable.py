@@ -47,11 +47,8 @@ def load_what_trains(config: TrainConfig, start: WeightsStart, device: torch.dev
     assign_weights(denoiser, lambda _, weight: stand_in.expand(weight.shape) if weight.is_meta else weight)
     put_adapter(denoiser, config.adapter, config.seed, lambda name: read(name).float())
     # the processes of a pipeline hold only some of the layers on their devices
-    dtype = frozen_dtype(config, device)
-    resident = {name: weight for name, weight in stored.items() if not name.startswith(tuple(swapped))}
-    read_weights(denoiser, resident, dtype, device if config.pipeline_stages == 1 else CPU)
-    if swapped:
-        _read_swapped(denoiser, swapped, stored, dtype, BlockSwap(device))
+    resident = device if config.pipeline_stages == 1 else CPU
+    _read_stored(denoiser, stored, frozen_dtype(config, device), resident, swapped, BlockSwap(device))
     return denoiser
 
 
@@ -71,11 +68,8 @@ def _load_all(config: TrainConfig, start: WeightsStart, device: torch.device) ->
         denoiser, stored = weights.unread(start)
     freeze(denoiser, config.freeze)
     swapped = _swapped_blocks(denoiser, config.swap_blocks)
-    resident = {name: weight for name, weight in stored.items() if not name.startswith(tuple(swapped))}
-    is_whole = config.pipeline_stages == 1 and config.zero_stage < 3
-    read_weights(denoiser, resident, dtype, device if is_whole else CPU, whole_vectors=True)
-    if swapped:
-        _read_swapped(denoiser, swapped, stored, dtype, BlockSwap(device, trained=True))
+    resident = device if config.pipeline_stages == 1 and config.zero_stage < 3 else CPU
+    _read_stored(denoiser, stored, dtype, resident, swapped, BlockSwap(device, trained=True))
     if device.type == "cpu" and dtype == torch.bfloat16:
         compute_in_float32(denoiser)
     return denoiser
@@ -88,19 +82,22 @@ def _swapped_blocks(denoiser: nn.Module, setting: int | Literal["all"]) -> dict[
     return {names[blocks[number]]: blocks[number] for number in swapped_blocks(setting, len(blocks))}
 
 
-def _read_swapped(
+def _read_stored(
     denoiser: nn.Module,
-    blocks: dict[str, nn.Module],
     stored: StoredWeights,
     dtype: torch.dtype,
+    resident: torch.device,
+    swapped: dict[str, nn.Module],
     swap: BlockSwap,
 ) -> None:
-    """Read the weights of swapped blocks, block by block, to host memory."""
-    for prefix, block in blocks.items():
+    """Read the weights of swapped blocks, block by block, to host memory, and all others to ``resident``."""
+    others = {name: weight for name, weight in stored.items() if not name.startswith(tuple(swapped))}
+    read_weights(denoiser, others, dtype, resident, whole_vectors=swap.trained)
+    for prefix, block in swapped.items():
         own = {name: weight for name, weight in stored.items() if name.startswith(prefix)}
         read_weights(denoiser, own, dtype, whole_vectors=swap.trained)
         swap.add(block)
-    _start(swap, len(blocks))
+    _start(swap, len(swapped))
 
 
 def swap_loaded(denoiser: nn.Module, setting: int | Literal["all"], device: torch.device) -> None:
@@ -109,15 +106,15 @@ def swap_loaded(denoiser: nn.Module, setting: int | Literal["all"], device: torc
     blocks = _swapped_blocks(denoiser, setting)
     for block in blocks.values():
         swap.add(block)
-    if blocks:
-        _start(swap, len(blocks))
+    _start(swap, len(blocks))
 
 
 def _start(swap: BlockSwap, count: int) -> None:
-    swap.start()
-    host = format_bytes(swap.host_bytes)
-    buffers = format_bytes(swap.device_bytes)
-    info(f"blocks in host memory: {count} ({host}), with {buffers} of buffers on {swap.device}")
+    if count:
+        swap.start()
+        host = format_bytes(swap.host_bytes)
+        buffers = format_bytes(swap.device_bytes)
+        info(f"blocks in host memory: {count} ({host}), with {buffers} of buffers on {swap.device}")
 
 
 def frozen_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:

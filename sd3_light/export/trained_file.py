@@ -11,14 +11,13 @@ from torch import Tensor, nn
 
 from sd3_light.config import AdapterConfig
 from sd3_light.config.faults import UserError
-from sd3_light.core.files import AdapterNames
+from sd3_light.core.files import AdapterNames, Layers
 from sd3_light.core.registry import family_of_class
 from sd3_light.export.adapter_folder import adapter_facts, adapter_modules, read_adapter, write_adapter_file
 from sd3_light.export.export_spec import LORA_FILE
-from sd3_light.export.lora_file import cast_tensors, diffusers_state, load_tensors, save_tensors
+from sd3_light.export.lora_file import cast_tensors, diffusers_state, read_lora, save_tensors
 from sd3_light.files import atomic_file, scratch_folder
 from sd3_light.model.adapter_layers import AdapterModules
-from sd3_light.model.lora_layers import LoraModule
 
 
 def write_trained(
@@ -59,6 +58,14 @@ def write_trained(
     return path
 
 
+class _AnyNames(AdapterNames):
+    """The names of layers of any denoiser, also of those at its top."""
+
+    def find_layers(self, name: str) -> Layers:
+        """See `AdapterNames.find_layers`."""
+        return Layers((name,))
+
+
 def read_trained_adapter(path: Path, transformer: nn.Module, adapter: AdapterConfig) -> AdapterModules:
     """Read the adapter to start from: any LoRA file of a known family; otherwise a file written by `write_trained`."""
     family = family_of_class(type(transformer))
@@ -66,15 +73,7 @@ def read_trained_adapter(path: Path, transformer: nn.Module, adapter: AdapterCon
         return read_adapter(path, adapter.type, AdapterNames() if family is None else family.files.adapters)
     if not path.is_file():
         raise UserError(f"{path} is not a file; pass the .safetensors file that a task saved")
-    tensors, _ = load_tensors(path)
-    modules = {}
-    for name, down in tensors.items():
-        layer, mark, _ = name.removeprefix("transformer.").partition(".lora_A.")
-        if mark and (up := tensors.get(f"transformer.{layer}.lora_B.weight")) is not None:
-            modules[layer] = LoraModule(down, up, 1.0, tensors.get(f"transformer.{layer}.lora_magnitude_vector"))
-    if not modules:
-        raise UserError(f"{path} contains no LoRA (transformer.<layer>.lora_A.weight and lora_B.weight)")
-    return modules
+    return read_lora(path, names=_AnyNames()).modules
 
 
 def write_weights(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype, facts: Mapping[str, Any]) -> Path:

@@ -1,4 +1,4 @@
-"""The export stage: a verified diffusers folder, single file or adapter, from a run's checkpoint or snapshots."""
+"""The export verb: a verified diffusers folder, single file or adapter, from a run's checkpoint or snapshots."""
 
 import os
 from collections.abc import Callable, Mapping

@@ -133,7 +133,7 @@ class StockFamily(Family):
     def denoise(self, denoiser: "nn.Module", batch: "Batch", guidance: float) -> "Tensor":
         """Return the velocity of a batch with the values noisy, t and those of `text_columns`.
 
-        ``guidance`` is the number that a distilled denoiser takes; others ignore it.
+        ``guidance`` is the number that a distilled denoiser takes, unless the batch has its own; others ignore it.
         """
 
     def rounded(self, batch: "Batch", step: int) -> "Batch":
@@ -150,7 +150,7 @@ class StockFamily(Family):
 
     def takes_guidance(self, config: Mapping[str, Any]) -> bool:
         """Return whether a denoiser with this config takes guidance as a number and runs once per step."""
-        return False
+        return "number" in self.guidance and bool(config.get("guidance_embeds"))
 
     def position_table(self, config: Mapping[str, Any]) -> int | None:
         """Return the tokens at which the positions of a denoiser with this config end; None: they do not end."""
@@ -160,24 +160,23 @@ class StockFamily(Family):
         """Return the guidance, and of a distilled model the steps, with which a denoiser with this config draws."""
         return OwnDrawing(guidance=self.usual_guidance)
 
-    def guidance_number(self, batch: "Batch", guidance: float) -> "Tensor":
-        """Return the guidance of each sample for a distilled denoiser: the batch's own, or ``guidance``."""
-        import torch
-
-        own = batch.get("guidance")
-        return torch.full((batch.size,), guidance, device=batch["noisy"].device) if own is None else own
-
     def is_guided(self, guidance: float) -> bool:
         """Return whether this guidance needs the unconditional text."""
         return guidance > self.unguided
 
     def guide(self, negative: "Tensor", positive: "Tensor", guidance: float) -> "Tensor":
-        """Return the guided velocity, as the stock pipeline computes it."""
-        return negative + guidance * (positive - negative)
+        """Return the guided velocity, as the stock pipeline computes it.
+
+        Where it takes none up to 0, guidance s is that of 1 + s elsewhere.
+        """
+        return (negative if self.unguided else positive) + guidance * (positive - negative)
 
     def set_times(self, scheduler: Any, steps: int, tokens: int) -> None:
         """Set a scheduler's timesteps as the stock pipeline does, for an image with this number of tokens."""
-        scheduler.set_timesteps(steps)
+        if self.sets_dynamic_shift:
+            set_shifted_times(scheduler, steps, resolution_shift(scheduler.config, tokens))
+        else:
+            scheduler.set_timesteps(steps)
 
     def pipeline_arguments(self, texts: "Batch", negative: "Batch | None", guidance: float) -> dict[str, Any]:
         """Return the arguments of the stock pipeline's call for encoded texts and guidance.
@@ -245,6 +244,10 @@ class StockFamily(Family):
         """What `check` and `new` read in a model folder."""
         return StockChecks(self)
 
+    def token_side(self, folder: Path) -> int:
+        """Return the pixels of a token's side, for the VAE of a model folder."""
+        return LatentShape.of_folder(folder).factor * self.patch
+
     def max_length(self, model: ModelConfig) -> int:
         """Return the tokens of the longest caption."""
         if model.text_max_length is not None:
@@ -269,10 +272,9 @@ class StockFamily(Family):
         if adapter is not None and "target_modules" not in adapter.model_fields_set:
             adapter = adapter.model_copy(update={"target_modules": self.adapter_targets})
         tables: dict[str, Any] = {"model": table, "adapter": adapter}
-        path = denoiser_folder(start_source(model) or model.diffusers_path) / "config.json"
-        if not path.is_file():
+        denoiser = _denoiser_config(model)
+        if denoiser is None:
             return config.model_copy(update=tables)
-        denoiser = read_json(path)
         drawn = drawn_as(self.own_drawing(denoiser), drawn_as(self.drawing(config), config))
         tables |= {"sampling": drawn.sampling, "metrics": drawn.metrics}
         if adapter is None:
@@ -282,10 +284,9 @@ class StockFamily(Family):
 
     def drawing(self, config: TrainConfig) -> OwnDrawing:
         """See `Family.drawing`."""
-        path = denoiser_folder(start_source(config.model) or config.model.diffusers_path) / "config.json"
-        if config.terms.distill is None or not path.is_file():
+        denoiser = _denoiser_config(config.model)
+        if config.terms.distill is None or denoiser is None:
             return drawing_of_run(config, self.unguided)
-        denoiser = read_json(path)
         unguided = None if self.takes_guidance(denoiser) else self.unguided
         return drawing_of_run(config, unguided, self.own_drawing(denoiser).guidance)
 
@@ -320,7 +321,7 @@ class StockFamily(Family):
             "sampling.guidance": own.guidance,
             "adapter.target_modules": list(self.adapter_targets),
         }
-        step = LatentShape.of_folder(folder).factor * self.patch
+        step = self.token_side(folder)
         if step > SIDE_STEP:
             keys["side_step"] = step
         if self.media == "video":
@@ -369,6 +370,12 @@ class StockFamily(Family):
             if column.reads.startswith(REFERENCE)
         )
         return (*images, *references, *(column for column in columns if column.per_caption))
+
+
+def _denoiser_config(model: ModelConfig) -> dict[str, Any] | None:
+    """Return the config of the denoiser that a [model] table starts from; None if there is none."""
+    path = denoiser_folder(start_source(model) or model.diffusers_path) / "config.json"
+    return read_json(path) if path.is_file() else None
 
 
 @lru_cache(maxsize=4)

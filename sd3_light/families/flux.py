@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sd3_light.config import ModelConfig
 from sd3_light.core.columns import CAPTION, Column
 from sd3_light.core.sampling import OwnDrawing
-from sd3_light.families.base import StockFamily, resolution_shift, set_shifted_times
+from sd3_light.families.base import StockFamily
 from sd3_light.families.stock.texts import encoder_width
 
 if TYPE_CHECKING:
@@ -54,29 +54,30 @@ class Flux(StockFamily):
         import torch
 
         from sd3_light.core.batch import references
-        from sd3_light.flow.packing import grid_positions, pack_latents, unpack_latents
+        from sd3_light.families.stock.packed import packed_images, rounded_times, unpacked_image
+        from sd3_light.flow.packing import grid_positions
 
         noisy = batch["noisy"]
         text = batch["text"]
-        height, width = noisy.shape[-2:]
         config: Any = denoiser.config
-        own = (height // 2) * (width // 2)
         images = [noisy, *references(batch)]
         positions = [grid_positions((1, *(side // 2 for side in image.shape[-2:])), noisy.device) for image in images]
         for place in positions[1:]:
             place[:, 0] = 1  # distinguishes a reference from the image
-        number = self.guidance_number(batch, guidance) if config.guidance_embeds else None
+        number = batch.get("guidance")
+        if number is None:
+            number = torch.full((batch.size,), guidance, device=noisy.device)
         tokens = denoiser(
-            hidden_states=torch.cat([pack_latents(image) for image in images], 1),
+            hidden_states=packed_images(batch),
             encoder_hidden_states=text,
             pooled_projections=batch["pooled"],
-            timestep=(1000 * batch["t"]).to(noisy.dtype) / 1000,  # as the pipeline rounds it
-            guidance=number,
+            timestep=rounded_times(batch),
+            guidance=number if config.guidance_embeds else None,
             img_ids=torch.cat(positions).to(noisy.dtype),
             txt_ids=text.new_zeros(text.shape[1], 3),
             return_dict=False,
         )[0]
-        return unpack_latents(tokens[:, :own], height, width)
+        return unpacked_image(tokens, batch)
 
     def speed_up(self, denoiser: "nn.Module") -> None:
         """See `StockFamily.speed_up`: attention of single blocks gets a part of a larger gradient.
@@ -87,10 +88,6 @@ class Flux(StockFamily):
 
         for block in denoiser.single_transformer_blocks:  # type: ignore[union-attr]
             block.attn.register_forward_hook(with_contiguous_gradient)
-
-    def takes_guidance(self, config: Mapping[str, Any]) -> bool:
-        """See `StockFamily.takes_guidance`."""
-        return bool(config.get("guidance_embeds"))
 
     def own_drawing(self, config: Mapping[str, Any]) -> OwnDrawing:
         """See `StockFamily.own_drawing`: schnell is distilled to four steps without guidance."""
@@ -115,10 +112,6 @@ class Flux(StockFamily):
         if "pooled" in columns:
             values["pooled"] = pipe._get_clip_prompt_embeds(list(texts))
         return values
-
-    def set_times(self, scheduler: Any, steps: int, tokens: int) -> None:
-        """See `StockFamily.set_times`."""
-        set_shifted_times(scheduler, steps, resolution_shift(scheduler.config, tokens))
 
     def pipeline_arguments(self, texts: "Batch", negative: "Batch | None", guidance: float) -> dict[str, Any]:
         """See `StockFamily.pipeline_arguments`. With negative texts, guidance has two passes."""

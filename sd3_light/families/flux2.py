@@ -58,7 +58,8 @@ class Flux2(StockFamily):
         import torch
 
         from sd3_light.core.batch import references
-        from sd3_light.flow.packing import grid_positions, pack_latents, unpack_latents
+        from sd3_light.families.stock.packed import packed_images, rounded_times, unpacked_image
+        from sd3_light.flow.packing import grid_positions
 
         noisy = batch["noisy"]
         text = batch["text"]
@@ -68,15 +69,15 @@ class Flux2(StockFamily):
         for number, place in enumerate(positions):
             place[:, 0] = _FRAMES * number
         tokens = denoiser(
-            hidden_states=torch.cat([pack_latents(image) for image in images], 1),
+            hidden_states=packed_images(batch),
             encoder_hidden_states=text,
-            timestep=(1000 * batch["t"]).to(noisy.dtype) / 1000,  # as the pipeline rounds it
+            timestep=rounded_times(batch),
             guidance=None,
             img_ids=torch.cat(positions),
             txt_ids=grid_positions((1, 1, 1, text.shape[1]), noisy.device),
             return_dict=False,
         )[0]
-        return unpack_latents(tokens[:, : (height // 2) * (width // 2)], height, width)
+        return unpacked_image(tokens, batch)
 
     def reference_arguments(self, images: Any, size: tuple[int, int]) -> dict[str, Any]:
         """See `StockFamily.reference_arguments`: the pipeline shows all images to every prompt of a call."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from sd3_light.config import ModelConfig, UserError
 from sd3_light.core.columns import CAPTION, Column
-from sd3_light.families.base import StockFamily, resolution_shift, set_shifted_times
+from sd3_light.families.base import StockFamily
 from sd3_light.families.stock.texts import encoder_width, masked_embeds, real_rows, text_mask
 from sd3_light.model.part_configs import read_json
 
@@ -61,39 +61,32 @@ class Krea2(StockFamily):
         """See `StockFamily.denoise`."""
         import torch
 
-        from sd3_light.flow.packing import grid_positions, pack_latents, unpack_latents
+        from sd3_light.families.stock.packed import packed_images, unpacked_image
+        from sd3_light.flow.packing import grid_positions
 
         noisy = batch["noisy"]
         text = batch["text"]
         height, width = noisy.shape[-2:]
         image = grid_positions((1, height // 2, width // 2), noisy.device).float()
         tokens = denoiser(
-            hidden_states=pack_latents(noisy),
+            hidden_states=packed_images(batch),
             encoder_hidden_states=text,
             timestep=batch["t"].to(noisy.dtype),
             position_ids=torch.cat([image.new_zeros(text.shape[1], 3), image]),
             encoder_attention_mask=text_mask(batch),
             return_dict=False,
         )[0]
-        return unpack_latents(tokens, height, width)
+        return unpacked_image(tokens, batch)
 
     def image_part(self, output: Any, batch: "Batch") -> "Tensor":
         """See `StockFamily.image_part`: the text comes first."""
         tokens: Tensor = output[:, batch["text"].shape[1] :]
         return tokens
 
-    def guide(self, negative: "Tensor", positive: "Tensor", guidance: float) -> "Tensor":
-        """See `StockFamily.guide`: guidance s is that of 1 + s elsewhere."""
-        return positive + guidance * (positive - negative)
-
     def encode_captions(self, pipe: Any, texts: Sequence[str], model: ModelConfig) -> "Mapping[str, Sequence[Tensor]]":
         """See `StockFamily.encode_captions`: without the padding before the end of the template."""
         text, mask = pipe.encode_prompt(prompt=list(texts), max_sequence_length=self.max_length(model))
         return {"text": real_rows(text, mask)}
-
-    def set_times(self, scheduler: Any, steps: int, tokens: int) -> None:
-        """See `StockFamily.set_times`."""
-        set_shifted_times(scheduler, steps, resolution_shift(scheduler.config, tokens))
 
     def pipeline_arguments(self, texts: "Batch", negative: "Batch | None", guidance: float) -> dict[str, Any]:
         """See `StockFamily.pipeline_arguments`. Both texts get one length."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from sd3_light.config import ModelConfig
 from sd3_light.core.columns import CAPTION, Bucket, Column, reference_entry
-from sd3_light.families.base import StockFamily, resolution_shift, set_shifted_times
+from sd3_light.families.base import StockFamily
 from sd3_light.families.stock.texts import real_rows, text_mask
 from sd3_light.model.part_configs import read_json
 
@@ -62,27 +62,23 @@ class QwenImage(StockFamily):
 
     def denoise(self, denoiser: "nn.Module", batch: "Batch", guidance: float) -> "Tensor":
         """See `StockFamily.denoise`."""
-        import torch
-
         from sd3_light.core.batch import references
-        from sd3_light.flow.packing import pack_latents, unpack_latents
+        from sd3_light.families.stock.packed import packed_images, rounded_times, unpacked_image
 
-        noisy = batch["noisy"]
-        height, width = noisy.shape[-2:]
-        images = [noisy, *references(batch)]
+        images = [batch["noisy"], *references(batch)]
         shapes = [(1, image.shape[-2] // 2, image.shape[-1] // 2) for image in images]
         mask = text_mask(batch)
         is_rounded = batch.get("text.length") is not None  # the denoiser's use of a mask cannot be recorded
         tokens = denoiser(
-            hidden_states=torch.cat([pack_latents(image) for image in images], 1),
+            hidden_states=packed_images(batch),
             encoder_hidden_states=batch["text"],
             encoder_hidden_states_mask=None if is_rounded else mask,
             attention_kwargs={"attention_mask": mask} if is_rounded else None,
-            timestep=(1000 * batch["t"]).to(noisy.dtype) / 1000,  # as the pipeline rounds it
-            img_shapes=[shapes] * len(noisy),
+            timestep=rounded_times(batch),
+            img_shapes=[shapes] * batch.size,
             return_dict=False,
         )[0]
-        return unpack_latents(tokens[:, : (height // 2) * (width // 2)], height, width)
+        return unpacked_image(tokens, batch)
 
     def speed_up(self, denoiser: "nn.Module") -> None:
         """See `StockFamily.speed_up`."""
@@ -107,10 +103,6 @@ class QwenImage(StockFamily):
         """See `StockFamily.encode_captions`."""
         text, mask = pipe.encode_prompt(prompt=list(texts), max_sequence_length=self.max_length(model))
         return {"text": real_rows(text, mask)}
-
-    def set_times(self, scheduler: Any, steps: int, tokens: int) -> None:
-        """See `StockFamily.set_times`."""
-        set_shifted_times(scheduler, steps, resolution_shift(scheduler.config, tokens))
 
     def pipeline_arguments(self, texts: "Batch", negative: "Batch | None", guidance: float) -> dict[str, Any]:
         """See `StockFamily.pipeline_arguments`."""

@@ -88,10 +88,6 @@ class ZImage(StockFamily):
         tokens: Tensor = output[:, : height * width // self.patch**2]
         return tokens
 
-    def guide(self, negative: "Tensor", positive: "Tensor", guidance: float) -> "Tensor":
-        """See `StockFamily.guide`: guidance s is that of 1 + s elsewhere."""
-        return positive + guidance * (positive - negative)
-
     def encode_captions(self, pipe: Any, texts: Sequence[str], model: ModelConfig) -> "Mapping[str, Sequence[Tensor]]":
         """See `StockFamily.encode_captions`. The pipeline writes into the list that it gets."""
         length = self.max_length(model)

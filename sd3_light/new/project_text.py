@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import tomli_w
-
+from sd3_light.config.toml_text import format_toml
 from sd3_light.cost.amount import format_bytes
 from sd3_light.data.split import expected_split
 from sd3_light.formats import plural
@@ -107,8 +106,8 @@ def data_toml(kind: Kind, values: TextValues) -> str:
         text = _set(text, "validation", True, "hold out 2% of the images, in groups of similar ones")
     references = ""
     if kind.references:
-        references = f"references = [{_toml(values.data + '-before')}]  # before the edit, of the same names\n"
-    return f"{text.rstrip()}\n\n[[directory]]\npath = {_toml(values.data)}\n{references}"
+        references = f"references = [{format_toml(values.data + '-before')}]  # before the edit, of the same names\n"
+    return f"{text.rstrip()}\n\n[[directory]]\npath = {format_toml(values.data)}\n{references}"
 
 
 def train_toml(kind: Kind, values: TextValues) -> str:
@@ -254,7 +253,7 @@ def _sampling(prompts: tuple[str, ...], steps: int, keys: Mapping[str, Any]) -> 
     """Return the table of samples: after the first step, after 2% of the run, and then ten times."""
     interval = max(1, steps // 10)
     early = sorted(step for step in {1, max(1, steps // 50)} if step % interval)
-    lines = "".join(f"    {_toml(prompt)},\n" for prompt in prompts)
+    lines = "".join(f"    {format_toml(prompt)},\n" for prompt in prompts)
     own = {name: keys.get(f"sampling.{name}") for name in ("steps", "guidance")}
     more = "".join(f"{name} = {value:g}\n" for name, value in own.items() if value is not None)
     schedule = f"at_steps = {early}\n" if early else ""
@@ -286,7 +285,7 @@ def _set(text: str, key: str, value: Any, comment: str = "") -> str:
     table, _, name = key.rpartition(".")
     head, header, rest = text.partition(f"\n[{table}]\n") if table else ("", "", text)
     body, tail = re.match(r"(.*?)((?:^\[.*)?)\Z", rest, re.DOTALL | re.MULTILINE).groups()  # type: ignore[union-attr]
-    line = f"{name} = {_toml(value)}"
+    line = f"{name} = {format_toml(value)}"
     old = re.search(rf"^{name} = [^#\n]*# (.*)$", body, re.MULTILINE)
     comment = comment or (old[1] if old else "")
     line = f"{line:<31} # {comment}" if comment else line
@@ -294,10 +293,3 @@ def _set(text: str, key: str, value: Any, comment: str = "") -> str:
     if not count:
         changed = f"{body.rstrip()}\n{line}\n\n"
     return head + header + changed + tail
-
-
-def _toml(value: Any) -> str:
-    """Return a value as TOML writes it."""
-    if isinstance(value, list):
-        return f"[{', '.join(map(_toml, value))}]"
-    return tomli_w.dumps({"x": value}).removeprefix("x = ").strip()

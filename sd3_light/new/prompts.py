@@ -104,17 +104,14 @@ def _recombined(captions: Sequence[str]) -> Iterator[str]:
         others = [other for other in others if other != first and _is_chinese(other) == _is_chinese(first)]
         swapped = (_with_end_of(first, other) for other in others)
         joined = (f"{first}{'，' if _is_chinese(first) else ' and '}{other}" for other in others)
-        text = next((text for text in (*swapped, *joined) if text and text not in known), _from_above(first))
+        from_above = f"{first}，俯视" if _is_chinese(first) else f"{first}, seen from above"
+        text = next((text for text in (*swapped, *joined) if text and text not in known), from_above)
         known.add(text)
         yield text
 
 
 def _is_chinese(text: str) -> bool:
     return bool(_CHINESE.search(text))
-
-
-def _from_above(text: str) -> str:
-    return f"{text}，俯视" if _is_chinese(text) else f"{text}, seen from above"
 
 
 def _with_end_of(first: str, second: str) -> str:

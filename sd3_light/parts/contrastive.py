@@ -1,8 +1,8 @@
 """Contrastive training of the text encoders against a small image tower, on the same captioned images.
 
 Each encoder learns to find the image of a caption among the other images of the batch (Radford et al. 2021). The image
-tower and the second CLIP encoder are kept as the judge: the same pair in one folder (`evaluate/judge.py`). A judge that
-shares nothing with the text encoders comes from a second training with another seed on other captions.
+tower and the second CLIP encoder are kept as the judge: the same pair in one folder (`evaluate/feature_model.py`). A
+judge that shares nothing with the text encoders comes from a second training with another seed on other captions.
 """
 
 import copy
@@ -30,7 +30,7 @@ from sd3_light.parts.images import Pool, take
 from sd3_light.parts.sizes import TextSize
 from sd3_light.parts.text_encoders import build_encoders, encode
 from sd3_light.parts.tokenizers import T5_FOLDER
-from sd3_light.parts.vae import compiled
+from sd3_light.parts.vae import compiled, half_precision
 from sd3_light.randomness import sample_id, stream
 
 MAX_SIDE = 128
@@ -81,38 +81,28 @@ def captioned_images(
     """
     smallest = min(min(pool.size) for pool in pools)
     side = min(MAX_SIDE, max(_SIDE_MULTIPLE, smallest // _SIDE_MULTIPLE * _SIDE_MULTIPLE))
-    parts: dict[bool, list[Tensor]] = {True: [], False: []}
-    captions: dict[bool, list[tuple[str, ...]]] = {True: [], False: []}
-    seen: dict[int, bool] = {}
+    images: list[tuple[bool, Tensor, tuple[str, ...]]] = []  # held out or not, pixels and captions
+    seen: set[int] = set()
     for pool in pools:
-        held = set(pool.ids[: pool.held_out])
         rows = [row for row, number in enumerate(pool.ids) if number not in seen]
-        seen.update((number, number in held) for number in pool.ids if number not in seen)
-        small = _squares(pool.pixels, rows, side)
-        for flag in (True, False):
-            chosen = [
-                index
-                for index, row in enumerate(rows)
-                if (pool.ids[row] in held) == flag and (flag or is_used(_captions(pool, row)[0]))
-            ]
-            parts[flag].append(small[chosen])
-            captions[flag] += [_captions(pool, rows[index]) for index in chosen]
-    rows_of_captions = [*captions[True], *captions[False]]
-    texts = tuple(text for row in rows_of_captions for text in row)
+        seen.update(pool.ids)
+        for row, pixels in zip(rows, _squares(pool.pixels, rows, side), strict=True):
+            captions = pool.captions[row] or ("",)
+            if row < pool.held_out or is_used(captions[0]):
+                images.append((row < pool.held_out, pixels, captions))
+    images.sort(key=lambda image: not image[0])  # held-out ones first
+    captions_of_images = [captions for _, _, captions in images]
+    texts = tuple(text for captions in captions_of_images for text in captions)
     ids = [_padded(tokenizer, texts) for tokenizer in tokenizers.values()]
     pad = tokenizers[T5_FOLDER].pad_token_id
     return CaptionedImages(
-        torch.cat([*parts[True], *parts[False]]).to(device),
+        torch.stack([pixels for _, pixels, _ in images]).to(device),
         texts,
-        np.cumsum([0, *map(len, rows_of_captions)]),
+        np.cumsum([0, *map(len, captions_of_images)]),
         (ids[0].to(device), ids[1].to(device), ids[2].to(device)),
         (ids[2] != pad).sum(1).to(device),
-        sum(map(len, parts[True])),
+        sum(is_held_out for is_held_out, _, _ in images),
     )
-
-
-def _captions(pool: Pool, row: int) -> tuple[str, ...]:
-    return pool.captions[row] or ("",)
 
 
 def is_of_judge(caption: str, share: float) -> bool:
@@ -189,7 +179,7 @@ class TextTask:
         chosen = data.first[rows] + rng.integers(0, data.first[rows + 1] - data.first[rows])
         images = augment(take(data.pixels, rows, self.device), rng)
         captions = torch.from_numpy(chosen).to(self.device)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+        with half_precision(self.device):
             features = self._image(images).pooler_output
             # stock pipelines give T5 its padding unmasked, real-token ones do not: learn both
             losses = [self._loss(index, features, captions, masked=step % 2 == 0) for index in range(3)]

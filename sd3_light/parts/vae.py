@@ -239,7 +239,7 @@ class VaeTask:
         pool, rows = draw_rows(self.pools, options.seed, "parts-vae", step, self.batch)
         images = take(pool.pixels, rows, self.device)
         images = images.flip(3) if step % 2 else images
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+        with half_precision(self.device):
             output, mean, logvar = self._reconstruct(images, self._noise(step, images))
         l1 = F.l1_loss(output, images)
         mse = F.mse_loss(output, images)
@@ -271,7 +271,7 @@ class VaeTask:
         inputs = posed(latents, sides, turns)
         if not self.options.decoder_only:
             inputs = SD3_LATENTS.denormalise(inputs)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+        with half_precision(self.device):
             output = decode(self.vae, inputs)
         return self.options.l1 * F.l1_loss(output, target) + self.options.mse * F.mse_loss(output, target)
 
@@ -280,7 +280,7 @@ class VaeTask:
         discriminator: Any = self.model["discriminator"]
         begin, end = _ADVERSARY_STEPS
         weight = self.options.adversarial * min(1.0, max(0.0, (step - begin) / (end - begin)))
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+        with half_precision(self.device):
             real = discriminator(images)
             fake = discriminator(output.detach())
             judged = frozen_call(discriminator, output)
@@ -323,6 +323,11 @@ def posed(values: Tensor, sides: Sequence[int], turns: int) -> Tensor:
     """Return images or latents [B, C, H, W] scaled to these sides, then turned by quarters."""
     scaled = F.interpolate(values, tuple(sides), mode="bilinear", antialias=True, align_corners=False)
     return scaled.rot90(turns, (2, 3))
+
+
+def half_precision(device: torch.device) -> torch.autocast:
+    """Return a context that computes in bfloat16 on a GPU."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
 def compiled(module: nn.Module, device: torch.device) -> Any:

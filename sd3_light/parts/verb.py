@@ -1,4 +1,4 @@
-"""The parts stage: train VAE, tokenizers and text encoders on a dataset, and write them as an SD3 folder.
+"""The parts verb: train VAE, tokenizers and text encoders on a dataset, and write them as an SD3 folder.
 
     OUT/model_index.json, scheduler/, tokenizer*/, text_encoder*/, vae/    what `diffusers_path` needs
     OUT/judge/                                                            image and text tower, to measure results with
@@ -31,7 +31,7 @@ from sd3_light.config import DatasetConfig, load_images
 from sd3_light.config.faults import Stopped, UserError
 from sd3_light.encoding.vae import LOW_PSNR
 from sd3_light.engines import Launch
-from sd3_light.evaluate.judge import MADE, save_judge
+from sd3_light.evaluate.feature_model import MADE, save_feature_model
 from sd3_light.files import apply_umask, new_folder, refuse_existing, write_atomically, write_errors
 from sd3_light.inputs import read_json_file
 from sd3_light.model.folder import JUDGE, WORK
@@ -116,7 +116,7 @@ def run(data: Path, out: Path, options: PartsOptions | None = None) -> PartsResu
     _open_folder(out)
     try:
         with write_errors(out), _stopping_at_once():
-            return _Stage(dataset, out, options, RunRequests(out / WORK)).build()
+            return _PartsRun(dataset, out, options, RunRequests(out / WORK)).build()
     except Interrupted as error:  # after the last step
         raise Stopped(f"{error}; {_KEPT}") from error
 
@@ -160,8 +160,8 @@ def _stop_rule(requests: RunRequests, minutes: float | None) -> Callable[[], str
     return reason
 
 
-class _Stage:
-    """One run of the stage."""
+class _PartsRun:
+    """One run of the verb."""
 
     def __init__(self, dataset: DatasetConfig, out: Path, options: PartsOptions, requests: RunRequests) -> None:
         self.dataset = dataset
@@ -317,7 +317,7 @@ class _Stage:
         self, task: TextTask, tokenizers: dict[str, PreTrainedTokenizerBase], note: Mapping[str, Any]
     ) -> None:
         with new_folder(self.out / JUDGE, replace=True) as folder:
-            save_judge(task.judge(), tokenizers["tokenizer_2"], task.data.pixels.shape[1], folder)
+            save_feature_model(task.judge(), tokenizers["tokenizer_2"], task.data.pixels.shape[1], folder)
             _write_note(folder, note)
 
     def _fit(self, fit: Fit) -> Progress:

@@ -159,14 +159,9 @@ class RunLog:
 
 def read_log(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the events of a log in order, without an incomplete last line; other invalid lines are a UserError."""
-    for number, line in log_lines(path):
-        yield parse_event(path, number, line)
-
-
-def log_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the complete lines of a log and their numbers, for readers that do not parse all of them."""
     with open_log(path) as file:
-        yield from complete_lines(file)
+        for number, line in complete_lines(file):
+            yield parse_event(path, number, line)
 
 
 def open_log(path: Path) -> BufferedReader:

@@ -58,6 +58,8 @@ __all__ = [
 NumberedImages = list[tuple[int, Image.Image]]
 """Images, each with the index of its request."""
 
+USUAL_DRAWING = (28, DEFAULT_GUIDANCE)
+"""Steps and guidance where neither the user nor the model chooses them."""
 _UNSEEN = Watch()
 _FRAMES = "frames"  # in `info` of an image that stands for a clip
 _CACHED_TEXTS = 64  # an encoded text of SD3 takes 5 MB
@@ -87,15 +89,18 @@ def generate(
     pipe: "DiffusionPipeline | Phases",
     requests: Sequence[ImageRequest],
     policy: PipelineInputs,
-    steps: int = 28,
-    guidance: float = DEFAULT_GUIDANCE,
+    drawing: tuple[int, float] = USUAL_DRAWING,
     batch_size: int = 16,
     on_progress: Callable[[int, int], None] | None = None,
     exact: bool = False,
 ) -> list[Image.Image]:
-    """Return the image of every request, in order. See `stream_images`; `on_progress(done, total)` reports progress."""
+    """Return the image of every request, in order; requests without their own have the steps and guidance ``drawing``.
+
+    See `stream_images`; `on_progress(done, total)` reports progress.
+    """
     images: dict[int, Image.Image] = {}
-    for batch in stream_images(pipe, requests, policy, steps, guidance, batch_size, exact):
+    complete = [_with_defaults(request, *drawing) for request in requests]
+    for batch in stream_images(pipe, complete, policy, batch_size, exact):
         images.update(batch)
         if on_progress is not None:
             on_progress(len(images), len(requests))
@@ -106,20 +111,16 @@ def stream_images(
     pipe: "DiffusionPipeline | Phases",
     requests: Sequence[ImageRequest],
     policy: PipelineInputs,
-    steps: int = 28,
-    guidance: float = DEFAULT_GUIDANCE,
     batch_size: int = 16,
     exact: bool = False,
     threads: int = 1,
     watch: Watch = _UNSEEN,
 ) -> Generator[NumberedImages, None, None]:
-    """Yield the images as they are finished.
-
-    `steps` and `guidance` are the defaults for requests without their own; a `guidance` of 1 or less disables it.
+    """Yield the images as they are finished. Requests have steps and guidance; a `guidance` of 1 or less disables it.
 
     The initial noise of an image comes from its own CPU generator, so with `uncond_text` "empty" SD3's image equals
     `pipe(prompt, generator=torch.Generator("cpu").manual_seed(seed), max_sequence_length=t5_max_length,
-    num_inference_steps=steps, guidance_scale=guidance, width=..., height=...)`: the same bytes when `batch_size` is 1
+    num_inference_steps=..., guidance_scale=..., width=..., height=...)`: the same bytes when `batch_size` is 1
     or with `exact` (there with `threads` torch threads). In larger batches a few colours differ by 1/255 in fp32, more
     in half precision. With `exact`, up to `batch_size` images are generated in parallel, as cores allow.
 
@@ -127,8 +128,7 @@ def stream_images(
 
     A model in phases has the same images, and they are finished in groups of `PER_ROUND`.
     """
-    full = [_with_defaults(request, steps, guidance) for request in requests]
-    for request in full:
+    for request in requests:
         settings = pipe.pipe if isinstance(pipe, Phases) else pipe
         fault = policy.size_fault(settings, request.width, request.height) or policy.frames_fault(request.frames)
         if request.steps == 1 and settings.scheduler.config.get("shift_terminal"):
@@ -138,11 +138,11 @@ def stream_images(
             fault = "references need the whole model on the device, and it does not fit; sample on a larger one"
         if fault:
             raise UserError(fault)
-    batches = [[index] for index in range(len(full))]
+    batches = [[index] for index in range(len(requests))]
     if not exact:
         largest = min(batch_size, policy.largest_batch or batch_size)
-        batches = list(_batches(full, largest, policy.shares_references))
-    drawing = _Drawing(full, batches, batch_size if exact else None, threads, watch)
+        batches = list(_batches(requests, largest, policy.shares_references))
+    drawing = _Drawing(requests, batches, batch_size if exact else None, threads, watch)
     yield from _in_phases(pipe, policy, drawing) if isinstance(pipe, Phases) else _all_loaded(pipe, policy, drawing)
 
 

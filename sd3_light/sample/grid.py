@@ -10,6 +10,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
+from sd3_light.inputs import open_regular
 from sd3_light.runlog import info
 
 Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
@@ -18,6 +19,8 @@ _TEXT_SIZE = 11
 _TITLE_SIZE = 16
 _LINE = 14  # from one line of a caption to the next, in pixels
 _GAP = 8  # between cells, and between an image and its caption
+_LARGEST_SIDE = 384  # of a thumbnail
+_SMALL_SIDE = 128  # to about which smaller images are enlarged
 _MARK = 8  # the side of the square that marks right or wrong
 # not white, so that white images show their edges
 _PAPER = (232, 232, 236)
@@ -76,6 +79,19 @@ def make_grid(
         text, font = _readable(caption, fallback)
         cells.append(_Cell(image, tuple(_wrap(text, font, width - indent)), font, mark))
     return _draw(cells, columns, (width, height), indent, title)
+
+
+def make_thumbnail_grid(
+    paths: Sequence[Path], captions: Sequence[str], columns: int, title: str | None = None
+) -> Image.Image:
+    """Lay out images in files: large ones are shrunk, small ones are enlarged; see `make_grid`."""
+    images = []
+    for path in paths:
+        with open_regular(path) as file, Image.open(file) as image:
+            image.thumbnail((_LARGEST_SIDE, _LARGEST_SIDE), Image.Resampling.LANCZOS)  # never enlarges
+            images.append(image.convert("RGB"))
+    largest = max(max(image.size) for image in images)
+    return make_grid(images, captions, columns, max(1, _SMALL_SIDE // largest), title)
 
 
 def _draw(

@@ -48,6 +48,15 @@ _MAX_BATCH = 16
 _GRID_SIDE = 128  # small images are enlarged to about this
 
 
+@dataclass(frozen=True)
+class SampledCache:
+    """The cache of a run, where its encoded prompts are; the images of a grid have the size of ``bucket``."""
+
+    location: CacheLocation
+    data: CachedDataset
+    bucket: BucketShards
+
+
 @dataclass
 class Sampler:
     """Draws the grids of a run. Built once on every rank; the VAE is loaded with the first grid and stays on the host.
@@ -74,32 +83,28 @@ class Sampler:
     @staticmethod
     def of_config(
         config: TrainConfig,
-        cache_dir: CacheLocation,
-        data: CachedDataset,
-        bucket: BucketShards,
+        cache: SampledCache,
         launch: Launch,
         device: torch.device,
         stages: int = 1,
     ) -> "Sampler":
-        """Return the sampler of a run on ``data``, the cache at ``cache_dir``; images have the size of ``bucket``.
+        """Return the sampler of a run.
 
         Prompts that are not in the cache (it is at a URL, or read-only) are encoded now, one encoder in memory at a
         time. The processes of a pipeline of ``stages`` draw the same images.
         """
         settings = config.sampling
-        size = named_bucket(bucket.bucket)
+        size = named_bucket(cache.bucket.bucket)
         frames = settings.frames or size.frames
         size = Bucket(*(settings.size or (size.width, size.height)), frames)
         requests = tuple(_request(image, seed, settings, size) for image in settings.images for seed in settings.seeds)
-        return Sampler.of_requests(config, requests, cache_dir, data, bucket, launch, device, stages)
+        return Sampler.of_requests(config, requests, cache, launch, device, stages)
 
     @staticmethod
     def of_requests(
         config: TrainConfig,
         requests: tuple[ImageRequest, ...],
-        cache_dir: CacheLocation,
-        data: CachedDataset,
-        bucket: BucketShards,
+        cache: SampledCache,
         launch: Launch,
         device: torch.device,
         stages: int = 1,
@@ -107,13 +112,13 @@ class Sampler:
         """Return the sampler of these images, which have steps and guidance; see `of_config`."""
         assert requests, "nothing to draw"
         family = family_of(config.model).sampling
-        negative = family.negative_text(family.text(data.empty_text()), config.model)
-        micro_batch = batch_size_for(config.micro_batch_size_per_gpu, bucket.resolution)
+        negative = family.negative_text(family.text(cache.data.empty_text()), config.model)
+        micro_batch = batch_size_for(config.micro_batch_size_per_gpu, cache.bucket.resolution)
         # the denoiser gets no more samples than a micro-batch has, so it needs no more memory than training
         guided = any(family.is_guided(request.guidance) for request in requests if request.guidance is not None)
         joined = guided and negative is not None and family.joins_guidance
         batch_size = max(1, min(_MAX_BATCH, micro_batch // (2 if joined else 1)))
-        size = named_bucket(bucket.bucket)
+        size = named_bucket(cache.bucket.bucket)
         pixels = size.area * size.frames
         sampler = Sampler(config, requests, {}, negative, batch_size, pixels, launch, device, stages)
         own = [requests[index] for indices in sampler._share(launch.rank) for index in indices]
@@ -124,7 +129,7 @@ class Sampler:
             pairs = [_pair(text, each) for each in own for text in (each.prompt, each.negative_prompt)]
             encoded = _texts_with_references(config.model, list(dict.fromkeys(pairs)), device)
         else:
-            encoded = _texts(config.model, texts, cache_dir, data.manifest.recipe, device)
+            encoded = _texts(config.model, texts, cache.location, cache.data.manifest.recipe, device)
         return replace(sampler, texts=encoded, references=references)
 
     def sample(

@@ -32,10 +32,9 @@ from sd3_light.export.open_pipeline import open_pipeline
 from sd3_light.export.weights_fingerprint import file_fingerprint, model_fingerprint
 from sd3_light.files import sweep_files, write_errors
 from sd3_light.flow.scheduler import check_sampler, sampler_title, use_sampler, with_shift
-from sd3_light.inputs import open_regular
 from sd3_light.runlog import info, progress
 from sd3_light.sample.generate import choose_drawing, frames_of, stream_images
-from sd3_light.sample.grid import make_grid
+from sd3_light.sample.grid import make_thumbnail_grid
 from sd3_light.sample.image_requests import PromptRow
 from sd3_light.sample.phases import Phases
 from sd3_light.sample.png import PNG_FACTS, parameters, read_png_facts, save_new_png, save_png
@@ -47,8 +46,6 @@ GRID = "grid.png"
 
 _REQUEST_FACTS = ("prompt", "negative_prompt", "seed", "steps", "guidance", "width", "height")
 _MAX_GRID_IMAGES = 256
-_MAX_THUMBNAIL_SIDE = 384  # larger images are shrunk to this in the grid
-_MIN_THUMBNAIL_SIDE = 128  # smaller images are enlarged to about this
 _MIN_TIMEOUT_SEC = 600.0  # without a new image from another process
 
 
@@ -370,21 +367,13 @@ def _wait_for(paths: Sequence[Path], timeout: float, pause: float = 0.2) -> None
 def _make_grid(requests: dict[int, ImageRequest], total: int, out: Path, path: Path) -> None:
     several_seeds = len({request.seed for request in requests.values()}) > 1
     captions = [f"{r.prompt} (seed {r.seed})" if several_seeds else r.prompt for r in requests.values()]
-    images = list(_thumbnails(requests, out))
-    largest = max(max(image.size) for image in images)
-    sheet = make_grid(images, captions, columns=min(8, len(images)), scale=max(1, _MIN_THUMBNAIL_SIDE // largest))
+    images = [image_path(out, number) for number in requests]
+    for image, request in zip(images, requests.values(), strict=True):
+        facts = read_png_facts(image)
+        if (facts.get("prompt"), facts.get("seed")) != (request.prompt, request.seed):
+            raise UserError(f"no grid: {image} was written by another command; choose another folder with --out")
+    sheet = make_thumbnail_grid(images, captions, columns=8)
     with write_errors(path):
         save_png(sheet, path, {})
     if total > len(images):
         info(f"the grid shows the first {len(images)} of {total} images")
-
-
-def _thumbnails(requests: dict[int, ImageRequest], out: Path) -> Iterator[Image.Image]:
-    for number, request in requests.items():
-        path = image_path(out, number)
-        facts = read_png_facts(path)
-        if (facts.get("prompt"), facts.get("seed")) != (request.prompt, request.seed):
-            raise UserError(f"no grid: {path} was written by another command; choose another folder with --out")
-        with open_regular(path) as file, Image.open(file) as image:
-            image.thumbnail((_MAX_THUMBNAIL_SIDE, _MAX_THUMBNAIL_SIDE), Image.Resampling.LANCZOS)  # never enlarges
-            yield image.convert("RGB")

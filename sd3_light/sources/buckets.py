@@ -20,7 +20,7 @@ Size = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class ResizePlan:
+class Resize:
     """How to fit an image of size ``source`` to a bucket: resize it to ``resized``, then cut out ``crop``.
 
     ``crop`` is (left, top, right, bottom) in resized pixels. ``cropped_fraction`` is the share of the image that is cut
@@ -90,7 +90,7 @@ def assign(width: int, height: int, buckets: Sequence[Bucket]) -> Bucket:
     def cost(bucket: Bucket) -> tuple[Fraction, float, bool, int, Bucket]:
         wide = width * bucket.height
         tall = height * bucket.width
-        fit = plan(width, height, bucket)
+        fit = resize_for(width, height, bucket)
         # a fraction, so that equal ratios tie exactly; it is monotonic in the distance of the logarithms
         stretch = Fraction(max(wide, tall), min(wide, tall))
         area = bucket.area if fit.enlarged else -bucket.area
@@ -107,8 +107,8 @@ def assign_all(width: int, height: int, groups: Iterable[Sequence[Bucket]]) -> t
 @lru_cache(maxsize=1 << 16)
 def fits(
     width: int, height: int, directory: DirectoryConfig, frames: int = 0
-) -> tuple[tuple[Size, Bucket, ResizePlan], ...]:
-    """Return (resolution, bucket, plan) for each bucket of an image of this size that the directory's limits allow.
+) -> tuple[tuple[Size, Bucket, Resize], ...]:
+    """Return (resolution, bucket, resize) for each bucket of an image of this size that the directory's limits allow.
 
     ``frames`` are those of a video, 0 for an image.
     """
@@ -122,7 +122,7 @@ def fits(
         number = next(number for number, group in enumerate(groups) if bucket in group)
         # it selects the batch size: the first one that has the bucket; for `size_buckets` the bucket itself
         resolution = size if directory.size_buckets else directory.resolutions[number]
-        resize = plan(width, height, bucket)
+        resize = resize_for(width, height, bucket)
         if resize.cropped_fraction <= directory.max_crop and not (directory.no_upscale and resize.enlarged):
             result.append((resolution, replace(bucket, frames=length), resize))
     return tuple(result)
@@ -154,10 +154,10 @@ def limits_sizes(directory: DirectoryConfig) -> bool:
     return bool(directory.min_side or directory.max_crop < 1 or directory.no_upscale or directory.clip_lengths)
 
 
-def plan(width: int, height: int, bucket: Bucket) -> ResizePlan:
+def resize_for(width: int, height: int, bucket: Bucket) -> Resize:
     """Plan the smallest resize of an image that covers the bucket, and the centre crop."""
     assert min(width, height) > 0, (width, height)
-    # scale by the side that needs more; integers, so that every machine computes the same plan
+    # scale by the side that needs more; integers, so that every machine computes the same size
     if bucket.width * height >= bucket.height * width:
         resized = bucket.width, max(bucket.height, _round_div(height * bucket.width, width))
         enlarged = bucket.width > width
@@ -166,7 +166,7 @@ def plan(width: int, height: int, bucket: Bucket) -> ResizePlan:
         enlarged = bucket.height > height
     left = (resized[0] - bucket.width) // 2
     top = (resized[1] - bucket.height) // 2
-    return ResizePlan(
+    return Resize(
         source=(width, height),
         resized=resized,
         crop=(left, top, left + bucket.width, top + bucket.height),
@@ -214,7 +214,7 @@ class ExtremeFits:
     worst_crop: tuple[float, str] = (0.0, "")
     worst_scale: tuple[float, str] = (0.0, "")
 
-    def add(self, key: str, resize: ResizePlan) -> None:
+    def add(self, key: str, resize: Resize) -> None:
         """Count one sample in one bucket."""
         self.cropped += resize.cropped_fraction > MUCH_CROPPED
         self.enlarged += resize.scale > MUCH_ENLARGED

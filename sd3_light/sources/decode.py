@@ -16,7 +16,7 @@ from sd3_light.config.base import DataLocation
 from sd3_light.config.faults import UserError
 from sd3_light.core.columns import IMAGE, MASK, MASK_FACTOR, REJECTED, reference_entry
 from sd3_light.sources.access import exists
-from sd3_light.sources.buckets import Bucket, ResizePlan, plan
+from sd3_light.sources.buckets import Bucket, Resize, resize_for
 from sd3_light.sources.preprocess import Pixels, Reject, decode, decode_mask, fit, fit_mask, make_thumbnail, probe
 from sd3_light.sources.records import FileBytes, Location, open_location
 from sd3_light.sources.video import count_frames, decode_video, is_video
@@ -161,7 +161,7 @@ def decode_images(tasks: Sequence[DecodeTask]) -> list[Decoded]:
 
 
 def _decode(task: DecodeTask) -> Decoded:
-    resize = plan(task.probe.width, task.probe.height, task.bucket)
+    resize = resize_for(task.probe.width, task.probe.height, task.bucket)
     try:
         if task.probe.frames:
             return _decode_video(task, resize)
@@ -189,25 +189,25 @@ def _decode_reference(task: DecodeTask, number: int) -> Pixels | None:
 
 def _fit_other(data: bytes | None, bucket: Bucket) -> Pixels | None:
     """Return the pixels of another image of a sample, cropped on its own to the bucket."""
-    return None if data is None else fit(decode(data), plan(*probe(data), bucket))
+    return None if data is None else fit(decode(data), resize_for(*probe(data), bucket))
 
 
 def read_fitted(path: Path, bucket: Bucket) -> Image.Image:
     """Return an image file as the cache stage resizes and crops it. Raises UserError if it cannot be read."""
     try:
         data = FileBytes(str(path)).read()
-        return Image.fromarray(fit(decode(data), plan(*probe(data), bucket)))
+        return Image.fromarray(fit(decode(data), resize_for(*probe(data), bucket)))
     except (Reject, OSError) as error:
         raise UserError(f"{path} cannot be read as an image: {error}") from error
 
 
-def _decode_video(task: DecodeTask, resize: ResizePlan) -> Decoded:
+def _decode_video(task: DecodeTask, resize: Resize) -> Decoded:
     pixels = None if "image" in task.copied else _decode_frames(task, resize)
     weights = _mask_weights(task, resize)
     return Decoded(pixels[0] if pixels is not None and task.bucket.frames == 1 else pixels, weights)
 
 
-def _decode_frames(task: DecodeTask, resize: ResizePlan) -> Pixels:
+def _decode_frames(task: DecodeTask, resize: Resize) -> Pixels:
     with open_location(task.location.image) as file:
         if _video_digest(file, task.probe.fps) != task.probe.digest:
             raise Reject("changed_meanwhile")
@@ -245,7 +245,7 @@ def _read_unchanged(location: Location | None, digest: str) -> bytes | None:
     return data
 
 
-def _mask_weights(task: DecodeTask, resize: ResizePlan) -> Pixels | None:
+def _mask_weights(task: DecodeTask, resize: Resize) -> Pixels | None:
     """Return the mask at latent resolution; None if there is none, or it is copied."""
     data = None if MASK in task.copied else _read_unchanged(task.location.mask, task.probe.mask_digest)
     return None if data is None else fit_mask(decode_mask(data), resize, task.mask_factor)

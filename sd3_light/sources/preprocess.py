@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageCms, UnidentifiedImageError
 
 from sd3_light.core.columns import MASK_FACTOR
-from sd3_light.sources.buckets import ResizePlan, Size
+from sd3_light.sources.buckets import Resize, Size
 
 PREPROCESS_VERSION = 1
 """Part of a cache's fingerprint: increase it whenever the same bytes would give different pixels."""
@@ -146,12 +146,12 @@ def make_thumbnail(image: bytes, mask: bytes | None) -> bytes:
     return pixels.tobytes()
 
 
-def fit(image: Image.Image, plan: ResizePlan) -> Pixels:
+def fit(image: Image.Image, resize: Resize) -> Pixels:
     """Resize and crop a decoded image as planned, antialiased, to an array height x width x 3."""
     assert image.mode == "RGB", image.mode
-    assert image.size == plan.source, (image.size, plan.source)
+    assert image.size == resize.source, (image.size, resize.source)
     # resizing only the crop gives the same image without holding the rest in memory
-    return np.array(_resample(image, plan, plan.size, Image.Resampling.LANCZOS), dtype=np.uint8)
+    return np.array(_resample(image, resize, resize.size, Image.Resampling.LANCZOS), dtype=np.uint8)
 
 
 def decode_mask(data: bytes) -> Image.Image:
@@ -165,27 +165,27 @@ def decode_mask(data: bytes) -> Image.Image:
     return black.convert("L")
 
 
-def fit_mask(mask: Image.Image, plan: ResizePlan, factor: int = MASK_FACTOR) -> Pixels:
-    """Resize a mask to the latent resolution of a planned image (``factor`` times smaller) by area averaging, 0 to 255.
+def fit_mask(mask: Image.Image, resize: Resize, factor: int = MASK_FACTOR) -> Pixels:
+    """Resize a mask to the latent resolution of an image (``factor`` times smaller) by area averaging, 0 to 255.
 
     A mask whose size differs from its image is stretched, so one default mask works for all shapes. Raises Reject if it
     is black inside the crop.
     """
     assert mask.mode == "L", mask.mode
-    width, height = plan.size
-    assert width % factor == height % factor == 0, (plan.size, factor)
+    width, height = resize.size
+    assert width % factor == height % factor == 0, (resize.size, factor)
     latent_size = width // factor, height // factor
-    weights: Pixels = np.array(_resample(mask, plan, latent_size, Image.Resampling.BOX), dtype=np.uint8)
+    weights: Pixels = np.array(_resample(mask, resize, latent_size, Image.Resampling.BOX), dtype=np.uint8)
     if not weights.any():
         raise Reject("empty_mask", "all black inside the crop")
     return weights
 
 
-def _resample(image: Image.Image, plan: ResizePlan, size: Size, kernel: Image.Resampling) -> Image.Image:
-    """Resize the part of ``image`` (the planned image or its mask) inside the plan's crop to ``size``."""
-    x = image.width / plan.resized[0]
-    y = image.height / plan.resized[1]
-    left, top, right, bottom = plan.crop
+def _resample(image: Image.Image, resize: Resize, size: Size, kernel: Image.Resampling) -> Image.Image:
+    """Resize the part of ``image`` (the image or its mask) inside the crop to ``size``."""
+    x = image.width / resize.resized[0]
+    y = image.height / resize.resized[1]
+    left, top, right, bottom = resize.crop
     box = left * x, top * y, min(right * x, image.width), min(bottom * y, image.height)
     if max(image.size) > _FLOAT32_SIDE:
         # Pillow stores the box in float32, too coarse far from the origin: crop first to move the origin

@@ -20,7 +20,7 @@ from PIL import Image
 from sd3_light.config.faults import UserError
 from sd3_light.config.schema_dataset import MOST_FRAMES
 from sd3_light.files import atomic_file
-from sd3_light.sources.buckets import ResizePlan
+from sd3_light.sources.buckets import Resize
 from sd3_light.sources.preprocess import BROKEN, MAX_PIXELS, Pixels, Reject, decode, fit
 from sd3_light.sources.records import Location, open_location
 
@@ -99,19 +99,19 @@ def _measured(frames: _Frames, most: int) -> VideoSize:
     return VideoSize(*size, number)
 
 
-def decode_video(file: BinaryIO, plan: ResizePlan, count: int, fps: float | None = None) -> Pixels:
+def decode_video(file: BinaryIO, resize: Resize, count: int, fps: float | None = None) -> Pixels:
     """Return the first ``count`` frames at the rate ``fps``, resized and cropped as planned: [frames, H, W, 3].
 
     Raises Reject if the video is broken, or has fewer frames than when it was probed.
     """
-    width, height = plan.size
+    width, height = resize.size
     pixels = np.empty((count, height, width, 3), dtype=np.uint8)
     number = 0
     with closing(_sampled(file, fps)) as frames:
         for frame in islice(frames, count):
             image = frame.image()
             # the size of a stream may change on the way
-            pixels[number] = fit(image if image.size == plan.source else image.resize(plan.source), plan)
+            pixels[number] = fit(image if image.size == resize.source else image.resize(resize.source), resize)
             number += 1
     if number < count:
         raise Reject("changed_meanwhile", f"{number} frames instead of {count}")

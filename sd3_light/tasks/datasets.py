@@ -18,14 +18,14 @@ from sd3_light.config import VALIDATION, DirectoryConfig, load_dataset
 from sd3_light.config.faults import UserError
 from sd3_light.config.load_dataset import directory_from_arguments
 from sd3_light.core.columns import MASK_FACTOR
-from sd3_light.data.cache_plan import CachePlan, Unit, decode_task
+from sd3_light.data.cache_plan import CachePlan, PlannedShard, decode_task
 from sd3_light.data.decoded import plan_images
 from sd3_light.data.split import RECORD, split_images
 from sd3_light.files import write_atomically
 from sd3_light.inputs import read_json_file
 from sd3_light.randomness import sample_id
 from sd3_light.runlog import info, progress
-from sd3_light.sources.buckets import ResizePlan, buckets_for, fits
+from sd3_light.sources.buckets import Resize, buckets_for, fits
 from sd3_light.sources.catalogue import Catalogue
 from sd3_light.sources.claims import Claims
 from sd3_light.sources.decode import DecodeTask, decode_images
@@ -63,9 +63,11 @@ class SourceDataset(Dataset[Any]):
         if not count:
             raise UserError(f"{usable}: {self._reasons() or otherwise}; {remedy}")
 
-    def rejects_as_json(self) -> list[dict[str, str]]:
-        """Return the rejects as the data process lists them in ``rejects.jsonl``."""
-        return [{"key": reject.key, "reason": reject.reason, "detail": reject.detail} for reject in self.rejects]
+    def write_rejects(self, folder: Path) -> None:
+        """Write ``rejects.jsonl``, a line per reject, to the folder of a data process."""
+        rows = [{"key": reject.key, "reason": reject.reason, "detail": reject.detail} for reject in self.rejects]
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+        write_atomically(folder / "rejects.jsonl", "".join(lines).encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,6 @@ class _Sample:
     key: str
     captions: tuple[str, ...]
     task: DecodeTask
-    has_mask: bool
 
 
 class ImageFolder(SourceDataset):
@@ -117,7 +118,7 @@ class ImageFolder(SourceDataset):
         otherwise = f"no file with a caption ends in {', '.join(sorted(IMAGE_SUFFIXES))}"
         remedy = "check path, captions and where"
         self._require_samples(len(self), f"{path} has no usable image", otherwise, remedy)
-        self._masked = any(sample.has_mask for sample in self._samples)
+        self._masked = any(sample.task.location.mask is not None for sample in self._samples)
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -136,8 +137,11 @@ class ImageFolder(SourceDataset):
                 f"{sample.key} was usable when the dataset was created, and is not any more ({why}); restore it before "
                 "you resume, or start again without it in another output_path"
             )
-        captions = {"prompt": sample.captions[0], "captions": list(sample.captions)}
-        item = {"image": Image.fromarray(decoded.pixels), **captions}
+        item = {
+            "image": Image.fromarray(decoded.pixels),
+            "prompt": sample.captions[0],
+            "captions": list(sample.captions),
+        }
         if self._masked:
             height, width = self.bucket_of(index)
             mask = torch.ones(height // self._vae_factor, width // self._vae_factor)
@@ -184,7 +188,7 @@ def _check_all(plan: CachePlan, claims: Claims, workers: int, factor: int) -> li
 
     They are kept beside the plan. A unit's name has a hash of its images, so a changed one is checked again.
     """
-    units = {unit.file: unit for unit in plan.units}
+    units = {unit.file: unit for unit in plan.shards}
 
     def is_checked(name: str) -> bool:
         note = _note(plan, units[name], factor)
@@ -211,16 +215,15 @@ def _check_all(plan: CachePlan, claims: Claims, workers: int, factor: int) -> li
         ):
             claims.divide(list(units), is_checked, check)
             bar.set_done(total)  # with what other processes have checked
-    return [_read_faults(_note(plan, unit, factor)) or {} for unit in plan.units]
+    return [_read_faults(_note(plan, unit, factor)) or {} for unit in plan.shards]
 
 
 def _check_images(tasks: Sequence[DecodeTask]) -> list[_Fault]:
     """Decode images as they are used, one at a time, and return their faults."""
-    decoded = (decode_images([task])[0] for task in tasks)
-    return [(image.reason, image.detail) for image in decoded]
+    return [(image.reason, image.detail) for task in tasks for image in decode_images([task])]
 
 
-def _note(plan: CachePlan, unit: Unit, factor: int) -> Path:
+def _note(plan: CachePlan, unit: PlannedShard, factor: int) -> Path:
     # a mask that is black at one factor may not be at another
     other = "" if factor == MASK_FACTOR else f".{factor}"
     return plan.path.with_name(f"{Path(unit.file).stem}.checked{other}.json")
@@ -239,7 +242,7 @@ def _usable_samples(
 ) -> list[_Sample]:
     """Return the samples without a fault; the others are added to ``rejects``."""
     samples: list[_Sample] = []
-    for unit, found in zip(plan.units, faults, strict=True):
+    for unit, found in zip(plan.shards, faults, strict=True):
         root = plan.source(unit).root
         for number, member in enumerate(plan.members(unit)):
             if number in found:
@@ -247,7 +250,7 @@ def _usable_samples(
                 rejects.append(Rejected(member.row.key, reason, detail))
                 continue
             task = decode_task(member, root, mask_factor=factor)
-            samples.append(_Sample(member.row.key, member.captions, task, task.location.mask is not None))
+            samples.append(_Sample(member.row.key, member.captions, task))
     return samples
 
 
@@ -255,7 +258,7 @@ def _divide(plan: CachePlan, keys: Sequence[str], folder: Path) -> Sides | None:
     """Return the sides of the samples with these keys; None if no directory is divided."""
     rows = {
         member.row.key: (member.row, plan.source(unit).directory.validation)
-        for unit in plan.units
+        for unit in plan.shards
         for member in plan.members(unit)
     }
     if not any(may_be_held_out for _, may_be_held_out in rows.values()):
@@ -276,7 +279,7 @@ _Probed = VideoSize | tuple[str, str]  # or reason and detail of a reject
 class _Clip:
     record: Record
     frames: int
-    plan: ResizePlan
+    plan: Resize
 
 
 class VideoDataset(SourceDataset):
@@ -302,10 +305,11 @@ class VideoDataset(SourceDataset):
         known = (*_RESIZE_KEYS, *_CAPTION_KEYS)
         if unknown := sorted(keys.keys() - set(known)):
             raise UserError(f"VideoDataset does not know {unknown[0]!r}; it knows {', '.join(known)}")
-        self._counts = _frame_counts(frames)
-        self._fps = _rate(fps)
-        values = {"path": os.fspath(path), "image_column": video_column, **keys}
+        rate = {} if fps is None else {"fps": fps}
+        values = {"path": os.fspath(path), "image_column": video_column, "frames": frames, **rate, **keys}
         directory = directory_from_arguments(values, "VideoDataset")
+        self._counts = directory.clip_lengths
+        self._fps = directory.fps
         items = list(scan(directory, 0, VIDEOS))
         records = [item for item in items if isinstance(item, Record)]
         rejects = [item for item in items if isinstance(item, Rejected)]
@@ -333,7 +337,7 @@ class VideoDataset(SourceDataset):
         ):
             for batch in pool.map([record.image] for record in records):
                 results += batch
-                bar.set_done(len(results), len(records))
+                bar.advance()
         return results
 
     def __len__(self) -> int:
@@ -355,19 +359,6 @@ class VideoDataset(SourceDataset):
                 f"{clip.record.key} has changed since it was checked ({reject}); create the dataset again"
             ) from reject
         return {"video": video, "prompt": clip.record.captions[0]}
-
-
-def _frame_counts(frames: Any) -> tuple[int, ...]:
-    counts = tuple(frames) if isinstance(frames, list | tuple) else (frames,)
-    if not counts or not all(type(count) is int and count >= 1 for count in counts):
-        raise UserError(f"frames is {frames!r}; give a number of frames >= 1, or a list of them, such as [17, 33]")
-    return counts
-
-
-def _rate(fps: Any) -> float | None:
-    if fps is not None and not (isinstance(fps, int | float) and 0.01 <= fps <= 1000):
-        raise UserError(f"fps is {fps!r}; give frames per second from 0.01 to 1000, or None for every frame")
-    return fps
 
 
 def _probe_videos(locations: Sequence[Location], counts: Sequence[int], fps: float | None) -> list[_Probed]:

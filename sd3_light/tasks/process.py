@@ -25,6 +25,7 @@ from sd3_light.sources.catalogue import rotate_to_share
 from sd3_light.sources.claims import Claims
 from sd3_light.tasks.batches import ReadItem, any_item_of, item_of, length_of
 from sd3_light.tasks.datasets import SourceDataset
+from sd3_light.tasks.identity import identity_of
 from sd3_light.tasks.logger import ModelLogger, require_logger
 from sd3_light.tasks.models import CustomForward, UnitModel, task_model
 from sd3_light.tasks.processed import (
@@ -37,7 +38,6 @@ from sd3_light.tasks.processed import (
     write_samples,
     write_shard_manifest,
 )
-from sd3_light.tasks.recipe import recipe_of
 from sd3_light.tasks.sample_files import storable
 from sd3_light.tasks.sides import sides_of
 from sd3_light.tasks.train import aborting_on_error
@@ -65,7 +65,6 @@ def launch_data_process_task(
     forward are every n-th sample's. A sample whose data and units have not changed is not computed again, so the task
     may be interrupted and started again.
     """
-    bucket_of = bucket_of or getattr(dataset, "bucket_of", None)
     num_workers = _num_workers(num_workers, args)
     module = task_model(model)
     folder = require_logger(model_logger)
@@ -79,7 +78,8 @@ def launch_data_process_task(
         module.to(accelerator.device)
     with as_user_error(f"output_path {folder}", "choose another"):
         (folder / SHARDS).mkdir(parents=True, exist_ok=True)
-    job = _Job(dataset, module, recipe_of(module), folder, launch, bucket_of, num_workers)
+    bucket_of = bucket_of or getattr(dataset, "bucket_of", None)
+    job = _Job(dataset, module, identity_of(module), folder, launch, bucket_of, num_workers)
     autocast = nullcontext if accelerator is None else accelerator.autocast  # as in a training step
     with autocast():
         reused = _write_files(job) if isinstance(module, CustomForward) else _build_shards(job, module, shard_size)
@@ -87,8 +87,9 @@ def launch_data_process_task(
         accelerator.wait_for_everyone()
     if launch.is_main:
         if isinstance(module, CustomForward):
-            write_file_manifest(folder, job.recipe, count, sides_of(dataset))
-        _write_rejects(dataset, folder)
+            write_file_manifest(folder, job.identity, count, sides_of(dataset))
+        if isinstance(dataset, SourceDataset):
+            dataset.write_rejects(folder)
         info(f"processed data: {count} samples in {folder} ({reused} of this process were up to date)")
     if accelerator is not None:
         accelerator.wait_for_everyone()
@@ -101,7 +102,7 @@ class _Job:
 
     dataset: Dataset[Any]
     module: UnitModel | CustomForward
-    recipe: dict[str, Any]
+    identity: dict[str, Any]
     folder: Path
     launch: Launch
     bucket_of: Callable[[int], Hashable] | None
@@ -118,7 +119,7 @@ class _Job:
         items = _Items(self.dataset, read)
         loader = PipelineDataLoader(items, None, 1, items, self.num_workers, 2, indices)
         for index, item in zip(indices, loader, strict=True):
-            yield index, item, fingerprint({"recipe": self.recipe["digest"], "data": item})
+            yield index, item, fingerprint({"recipe": self.identity["digest"], "data": item})
 
 
 def _write_files(job: _Job) -> int:
@@ -172,7 +173,7 @@ def _build_shards(job: _Job, model: UnitModel, shard_size: int) -> int:
         claims.divide(names, lambda name: claims.is_newer(note(name), name), build)
         if job.launch.is_main:
             files = [file for name in units for file in read_json_file(note(name))]
-            write_shard_manifest(job.folder, files, job.recipe, length_of(job.dataset), sides_of(job.dataset))
+            write_shard_manifest(job.folder, files, job.identity, length_of(job.dataset), sides_of(job.dataset))
     return reused
 
 
@@ -199,13 +200,6 @@ def _num_workers(argument: int, args: Any) -> int:
     """Return the number of workers; attributes of ``args`` override the argument."""
     given = [getattr(args, name, None) for name in ("dataset_num_workers", "num_workers")]
     return next((value for value in given if value is not None), argument)
-
-
-def _write_rejects(dataset: Dataset[Any], folder: Path) -> None:
-    """Write the rejected inputs beside the processed data."""
-    if isinstance(dataset, SourceDataset):
-        lines = [json.dumps(reject, ensure_ascii=False) + "\n" for reject in dataset.rejects_as_json()]
-        write_atomically(folder / "rejects.jsonl", "".join(lines).encode())
 
 
 class _Items(Dataset[Any]):

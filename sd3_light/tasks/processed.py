@@ -183,7 +183,7 @@ class StoredRows:
 
 
 def write_shard_manifest(
-    folder: Path, files: Sequence[str], recipe: dict[str, Any], count: int, sides: Sides | None = None
+    folder: Path, files: Sequence[str], identity: dict[str, Any], count: int, sides: Sides | None = None
 ) -> None:
     """Write the manifest of shards that hold ``count`` samples together, and the table of the samples."""
     entries = [read_entry(folder / SHARDS, file) for file in dict.fromkeys(files)]
@@ -200,7 +200,7 @@ def write_shard_manifest(
     feather.write_feather(pa.table(table), sink, compression="uncompressed")
     write_atomically(folder / SAMPLES_FILE, sink.getvalue().to_pybytes())
     # a task has no empty caption: the entry names the first shard
-    Manifest(recipe, tuple(shards), shards[0], {"used": count}).save(folder)
+    Manifest(identity, tuple(shards), shards[0], {"used": count}).save(folder)
     sweep_files(folder)
     sweep_files(folder / SHARDS)
 
@@ -245,12 +245,12 @@ def write_sample(folder: Path, process: int, sample: ProcessedSample) -> None:
             (other / f"{sample.data_id}{suffix}").unlink(missing_ok=True)
 
 
-def write_file_manifest(folder: Path, recipe: Mapping[str, Any], count: int, sides: Sides | None = None) -> None:
+def write_file_manifest(folder: Path, identity: Mapping[str, Any], count: int, sides: Sides | None = None) -> None:
     """Write the manifest of sample files after all processes are done."""
     notes = read_notes(folder)
     _require_all(folder, notes.keys(), count)
     samples = [{key: notes[number][key] for key in ("file", "bucket", "sha256")} for number in range(count)]
-    manifest = {"format": _FORMAT, "kind": _KIND, "recipe": dict(recipe), "samples": samples}
+    manifest = {"format": _FORMAT, "kind": _KIND, "recipe": dict(identity), "samples": samples}
     manifest |= {} if sides is None else {"sides": sides.names}
     write_atomically(folder / MANIFEST, json.dumps(manifest, ensure_ascii=False).encode())
     for each in (folder, *folder.glob("[0-9]*")):
@@ -317,7 +317,7 @@ class ProcessedDataset(Dataset[Any]):
     def _open_files(self, content: dict[str, Any]) -> None:
         if content["format"] != _FORMAT:
             raise UserError(f"{self.folder} has processed data of another version; {_AGAIN}")
-        self.recipe = dict(content["recipe"])
+        self.identity = dict(content["recipe"])
         self._hashes = {str(sample["file"]): str(sample["sha256"]) for sample in content["samples"]}
         self._samples = [(str(sample["bucket"]), str(sample["file"]), 0, "{}") for sample in content["samples"]]
         if not all(is_inner_path(file) for file in self._hashes):
@@ -332,7 +332,7 @@ class ProcessedDataset(Dataset[Any]):
             raise UserError(f"{error}; of a task: {_AGAIN}") if isinstance(self.folder, Path) else error from error
         table = self._table()
         table.validate(full=True)
-        self.recipe = dict(self.shards.manifest.recipe)
+        self.identity = dict(self.shards.manifest.recipe)
         self._entries = {entry.file: entry for entry in self.shards.manifest.shards}
         self._places = {
             entry.file: (number, segment)

@@ -27,6 +27,7 @@ from sd3_light.data.order import WINDOW
 from sd3_light.optim.customized import CustomizedOptimizer
 
 _FUNCTION = Allowed("a function")
+_Flag = Annotated[bool, Strict(), Allowed("True or False")]
 _OFFLOADING = ("enable_model_cpu_offload", "enable_optimizer_cpu_offload", "cpu_offload_split_threshold")
 _DEFAULT_ZERO_STAGE = 2
 _BETAS = Allowed("two numbers from 0 to below 1, such as (0.9, 0.999)")
@@ -72,11 +73,11 @@ class TaskSettings(Table):
     seed: CountOrZero = 0
     checkpoint_steps: Count | None = None
     keep_last_n_checkpoints: Count = 1
-    stop_if_first_save_fails: Annotated[bool, Strict(), Allowed("True or False")] = True
-    resume: Annotated[bool, Strict(), Allowed("True or False")] = False
+    stop_if_first_save_fails: _Flag = True
+    resume: _Flag = False
     eval_dataset: Any = None
     eval_steps: Count | None = None
-    eval_at_fixed_t: Annotated[bool, Strict(), Allowed("True or False")] = False
+    eval_at_fixed_t: _Flag = False
     draw: Annotated[Callable[[Any], Any], _FUNCTION] | None = None
     draw_steps: Count | None = None
     logging_steps: Count = 1
@@ -111,11 +112,10 @@ class TaskSettings(Table):
 
     @model_validator(mode="after")
     def _require_consistent(self) -> Self:
-        for pair in (("draw", "draw_steps"),):
-            present = [name for name in pair if getattr(self, name) is not None]
-            if len(present) == 1:
-                (missing,) = set(pair) - set(present)
-                raise invalid_value(f"{present[0]} needs {missing} beside it; give both or none")
+        if self.draw is not None and self.draw_steps is None:
+            raise invalid_value("draw needs draw_steps beside it; give both or none")
+        if self.draw is None and self.draw_steps is not None:
+            raise invalid_value("draw_steps needs draw beside it; give both or none")
         if self.customized_optimizer is not None and (self.optimizer != "adamw" or self.engine == "deepspeed"):
             other = "optimizer" if self.optimizer != "adamw" else 'engine="deepspeed"'
             raise invalid_value(f"customized_optimizer does not go with {other}; give one of them")

@@ -42,11 +42,11 @@ from sd3_light.runlog import RunLog, info, open_trackers, set_main_process
 from sd3_light.sources.video import write_video
 from sd3_light.tasks.batches import length_of
 from sd3_light.tasks.call import TaskCall
+from sd3_light.tasks.identity import require_same_identity
 from sd3_light.tasks.logger import ModelLogger, call_on_step_end
 from sd3_light.tasks.models import CustomForward, UnitModel
 from sd3_light.tasks.module import DiffusionTrainingModule
 from sd3_light.tasks.processed import ProcessedDataset
-from sd3_light.tasks.recipe import require_same_recipe
 from sd3_light.tasks.residence import cost_beside_shards, place_shards, require_shards, training_steps
 from sd3_light.tasks.settings import TaskSettings
 from sd3_light.train.driver import Driver, HookSchedule, RunHooks
@@ -241,7 +241,7 @@ def _check_start(task: TaskCall, stack: ExitStack) -> None:
     if settings.eval_dataset is not None:
         length_of(settings.eval_dataset)
     if isinstance(task.dataset, ProcessedDataset) and isinstance(task.model, UnitModel):
-        require_same_recipe(task.dataset, task.model.module)
+        require_same_identity(task.dataset, task.model.module)
 
 
 def _prepare_module(task: TaskCall, stack: ExitStack) -> None:

@@ -15,7 +15,7 @@ from sd3_light.config.schema_tables import MetricsConfig
 from sd3_light.core.sampling import ImageRequest
 from sd3_light.engines.processes import ProcessGroups
 from sd3_light.evaluate.comparison import Comparison, Scores, image_features, text_features
-from sd3_light.evaluate.judge import Judge, load_judge
+from sd3_light.evaluate.feature_model import FeatureModel, load_feature_model
 from sd3_light.evaluate.truths import Truth
 from sd3_light.export.best import BestMeasurement
 from sd3_light.runlog import info
@@ -40,7 +40,7 @@ class Measurer:
 
     config: MetricsConfig
     sampler: Sampler
-    judge: Judge
+    feature_model: FeatureModel
     comparison: Comparison
     groups: ProcessGroups
     best: BestMeasurement
@@ -48,13 +48,13 @@ class Measurer:
     @staticmethod
     def of_config(config: MetricsConfig, sampler: Sampler, truths: list[Truth], groups: ProcessGroups) -> "Measurer":
         """Load the model of the features on the sampler's device, and compute those of the true images."""
-        judge = load_judge(config.features, sampler.device)
-        if config.best == "retrieval" and not judge.reads_text:
+        feature_model = load_feature_model(config.features, sampler.device)
+        if config.best == "retrieval" and not feature_model.reads_text:
             raise UserError(f'metrics.best = "retrieval" needs a model that reads text, and {config.features} does not')
         captions = [truth.caption for truth in truths]
-        texts = text_features(judge, captions) if judge.reads_text else None
-        comparison = Comparison(image_features(judge, [truth.pixels for truth in truths]), texts, captions)
-        return Measurer(config, sampler, judge, comparison, groups, BestMeasurement(config.best))
+        texts = text_features(feature_model, captions) if feature_model.reads_text else None
+        comparison = Comparison(image_features(feature_model, [truth.pixels for truth in truths]), texts, captions)
+        return Measurer(config, sampler, feature_model, comparison, groups, BestMeasurement(config.best))
 
     def resume(self, log: Path, step: int) -> None:
         """Take the best measurement up to this step from the log of the run."""
@@ -72,7 +72,7 @@ class Measurer:
     def _features(self, denoise: Denoise) -> Tensor:
         """Return the features of one image per caption, drawn and encoded by all ranks."""
         drawn = self.sampler.draw(denoise)
-        own = image_features(self.judge, [np.asarray(image.convert("RGB")) for _, image in drawn])
+        own = image_features(self.feature_model, [np.asarray(image.convert("RGB")) for _, image in drawn])
         parts = [([row for row, _ in drawn], own)]
         if self.groups.control is not None:
             parts = parts * dist.get_world_size(self.groups.control)

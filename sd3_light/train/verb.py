@@ -32,7 +32,7 @@ from sd3_light.export.best import restore_best
 from sd3_light.export.card_facts import SAMPLES
 from sd3_light.optim.schedules import learning_rate
 from sd3_light.runlog import info
-from sd3_light.sample.in_training import Sampler
+from sd3_light.sample.in_training import SampledCache, Sampler
 from sd3_light.sample.loop import Denoise
 from sd3_light.train.context import RunContext, open_context
 from sd3_light.train.driver import Driver, HookSchedule, RunHooks
@@ -229,10 +229,11 @@ def _make_sampler(context: RunContext) -> Sampler | None:
     """Return the sampler of the config's prompts; None if there are none."""
     if not context.config.sampling.images:
         return None
-    cache_dir = context.loaded.dataset.cache_dir
-    return Sampler.of_config(
-        context.config, cache_dir, context.data, context.bucket, context.launch, context.device, context.stages
-    )
+    return Sampler.of_config(context.config, _sampled_cache(context), context.launch, context.device, context.stages)
+
+
+def _sampled_cache(context: RunContext) -> SampledCache:
+    return SampledCache(context.loaded.dataset.cache_dir, context.data, context.bucket)
 
 
 def _make_measurer(context: RunContext) -> Measurer | None:
@@ -245,9 +246,7 @@ def _make_measurer(context: RunContext) -> Measurer | None:
     sampler = Sampler.of_requests(
         config,
         caption_requests(table, truths),
-        context.loaded.dataset.cache_dir,
-        context.data,
-        context.bucket,
+        _sampled_cache(context),
         context.launch,
         context.device,
         context.stages,

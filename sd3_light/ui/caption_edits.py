@@ -7,7 +7,7 @@ from pathlib import Path
 from sd3_light.config.faults import UserError
 from sd3_light.sources.caption_places import CaptionPlace
 from sd3_light.sources.captions import Columns
-from sd3_light.ui.caption_text import TableText, changed_text, require_caption, shown_text
+from sd3_light.ui.caption_text import TableText, changed_text, require_caption, shown_text, with_lf
 from sd3_light.ui.served_files import ServedFiles
 
 _MOST_STEPS = 100  # that can be taken back
@@ -67,9 +67,7 @@ def _write_text(
         require_caption(edit.new)
         files.replace(path, None, _new_file(edit.new))
         return [edit]
-    data = files.read(path)
-    if data is None:
-        raise UserError(f"{path} does not exist any more; reload the page")
+    data = files.require_bytes(path)
     files.replace(path, data, changed_text(data, edit.old, edit.new))
     return [edit]
 
@@ -79,9 +77,7 @@ def _write_table(
 ) -> list[CaptionEdit]:
     if edits[0].place.problem:
         raise UserError(edits[0].place.problem)
-    data = files.read(path)
-    if data is None:
-        raise UserError(f"{path} does not exist any more; reload the page")
+    data = files.require_bytes(path)
     table = TableText(data, str(path), edits[0].columns)
     done: list[CaptionEdit] = []
     for edit in edits:
@@ -96,7 +92,7 @@ def _write_table(
 
 
 def _new_file(text: str) -> bytes:
-    return (text.replace("\r\n", "\n").replace("\r", "\n").rstrip("\n") + "\n").encode()
+    return (with_lf(text).rstrip("\n") + "\n").encode()
 
 
 @dataclass

@@ -45,7 +45,7 @@ def changed_text(data: bytes, old: str, new: str) -> bytes:
         raise UserError(_STALE)
     mark, _, end = _split_text(data)
     ending = "\r\n" if "\r\n" in data.decode("utf-8-sig") else "\n"
-    lines = new.replace("\r\n", "\n").replace("\r", "\n").rstrip("\n")
+    lines = with_lf(new).rstrip("\n")
     return (mark + lines.replace("\n", ending) + end).encode()
 
 
@@ -53,7 +53,12 @@ def _split_text(data: bytes) -> tuple[str, str, str]:
     text = data.decode("utf-8")
     mark = _BOM if text.startswith(_BOM) else ""
     body = text.removeprefix(_BOM).rstrip("\r\n")
-    return mark, body.replace("\r\n", "\n").replace("\r", "\n"), text[len(mark) + len(body) :]
+    return mark, with_lf(body), text[len(mark) + len(body) :]
+
+
+def with_lf(text: str) -> str:
+    """Return a text whose lines end in LF."""
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 class TableText:
@@ -64,7 +69,7 @@ class TableText:
         self._folder = posixpath.dirname(path)
         self._is_csv = path.lower().endswith(".csv")
         self._header: list[str] = []
-        self._rows = list(self._csv_rows(data) if self._is_csv else _json_rows(data))
+        self._rows = list(self._csv_rows(data) if self._is_csv else io.BytesIO(data))
         self._by_name: dict[str, list[int]] = {}
         for number, row in enumerate(self._rows):
             if (name := self._name(number, row)) is not None:
@@ -155,11 +160,6 @@ class TableText:
                 self._header = [cell.strip() for cell in cells]
             yield data[start : lines.offset]
             start = lines.offset
-
-
-def _json_rows(data: bytes) -> list[bytes]:
-    parts = data.split(b"\n")
-    return [part + b"\n" for part in parts[:-1]] + parts[-1:]
 
 
 def _decode(row: bytes) -> str:

@@ -19,7 +19,7 @@ from sd3_light.pages import render_template
 from sd3_light.report.inspect.cache_stats import ShardStats, bucket_order
 from sd3_light.report.inspect.source_images import image_location
 from sd3_light.report.inspect.verb import Inspection
-from sd3_light.sources.buckets import plan
+from sd3_light.sources.buckets import resize_for
 from sd3_light.sources.preprocess import Reject, fit
 from sd3_light.sources.video import open_still
 from sd3_light.ui.folders import Folders
@@ -59,10 +59,8 @@ def caches_page(folders: Folders, datasets: Mapping[str, tuple[Path, Sequence[Pa
             notes.append(str(error))
             continue
         rows.append((cache_id, Inspection(folder, manifest, ShardStats())))
-    roots = ", ".join(map(str, folders.roots))
-    listed = [(key, path, configs) for key, (path, configs) in datasets.items()]
     return render_template(
-        "caches.html", rows=rows, datasets=listed, roots=roots, notes=notes, served="/data", live=False
+        "caches.html", rows=rows, datasets=datasets, roots=folders.roots, notes=notes, served="/data"
     )
 
 
@@ -72,7 +70,7 @@ def cache_page(folders: Folders, cache_id: str, number: int = 1, text: str = "")
     manifest = folders.manifest(folder)
     notes = list[str]()
     shards = sorted(manifest.shards, key=bucket_order)
-    first = (max(1, number) - 1) * PAGE_SIZE
+    first = (number - 1) * PAGE_SIZE
     if text:
         matches = _search(folder, shards, text, first + PAGE_SIZE + 1, notes)
     else:
@@ -91,13 +89,12 @@ def cache_page(folders: Folders, cache_id: str, number: int = 1, text: str = "")
         samples=samples,
         total=total,
         text=text,
-        previous=_link(cache_id, number - 1, text) if number > 1 else "",
-        following=_link(cache_id, number + 1, text) if len(chosen) > PAGE_SIZE else "",
+        address=lambda page: f"/data/{cache_id}?{urlencode({'page': page, **({'text': text} if text else {})})}",
+        has_more=len(chosen) > PAGE_SIZE,
         number=number,
         pages=None if text else -(-total // PAGE_SIZE),
         notes=notes,
         served="/data",
-        live=False,
     )
 
 
@@ -107,16 +104,16 @@ def inspect_page(folders: Folders, cache_id: str) -> str:
     from sd3_light.report.inspect.cache_stats import inspect_cache
 
     inspection = inspect_cache(folders.cache(cache_id), PAGE_SAMPLES, seed=0)
-    return render_page(collect_content(inspection, _INSPECT_SAMPLES, 0, None), served="/data", live=False)
+    return render_page(collect_content(inspection, _INSPECT_SAMPLES, 0, None), served="/data")
 
 
-def original_image(folders: Folders, cache_id: str, shard: str, row: int) -> bytes:
+def original_image(folders: Folders, cache_id: str, shard: str, row: int | None) -> bytes:
     """Return a sample's original as WebP, resized and cropped as for the cache. Raises UserError where it is not
     available."""
     folder = folders.cache(cache_id)
     manifest = folders.manifest(folder)
     entry = next((each for each in manifest.shards if each.file == shard), None)
-    if entry is None or not 0 <= row < entry.count:
+    if entry is None or row is None or not 0 <= row < entry.count:
         raise UserError(f"{folder} has no sample {row} in {shard}")
     try:
         origin = read_origins(folder / SHARDS / entry.file)[row]
@@ -127,15 +124,11 @@ def original_image(folders: Folders, cache_id: str, shard: str, row: int) -> byt
         image = open_still(image_location(manifest.places, entry.directory, origin.image))
     except Reject as error:
         raise UserError(f"{origin.key}: {error.detail or error.reason}") from error
-    cropped = Image.fromarray(fit(image, plan(*image.size, named_bucket(entry.bucket))))
+    cropped = Image.fromarray(fit(image, resize_for(*image.size, named_bucket(entry.bucket))))
     cropped.thumbnail((_LARGEST_SIDE, _LARGEST_SIDE), Image.Resampling.LANCZOS)  # never enlarges
     buffer = io.BytesIO()
     cropped.save(buffer, "WEBP", quality=88)
     return buffer.getvalue()
-
-
-def _link(cache_id: str, number: int, text: str) -> str:
-    return f"/data/{cache_id}?{urlencode({'page': number, **({'text': text} if text else {})})}"
 
 
 Match = tuple[ShardEntry, int, Origin]

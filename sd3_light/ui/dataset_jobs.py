@@ -19,6 +19,7 @@ from sd3_light.sources.listing import CAPTION_SUFFIXES
 from sd3_light.sources.preprocess import Reject
 from sd3_light.sources.records import FileBytes
 from sd3_light.sources.video import open_still
+from sd3_light.ui.background import error_of
 from sd3_light.ui.sample_index import IndexedSample, Query, SampleIndex
 
 if TYPE_CHECKING:
@@ -54,6 +55,15 @@ class Job:
         """Add to what is done."""
         self.done += count
 
+    def start(self, work: "Callable[[Job], None]") -> None:
+        """Do the work in a thread, which marks its end."""
+
+        def run() -> None:
+            self.error = error_of(lambda: work(self))
+            self.is_running = False
+
+        threading.Thread(target=run, name="dataset", daemon=True).start()
+
 
 @dataclass
 class CachePlanRun:
@@ -75,23 +85,6 @@ class CachePlanRun:
             return read_limited(self.output).decode(errors="replace")[-_TAIL:].strip()
         except OSError:
             return ""
-
-
-def start_thread(job: Job, work: Callable[[Job], None]) -> None:
-    """Do a job in a thread, which marks its end."""
-
-    def run() -> None:
-        error = "a bug in sd3-light: the server has printed where"
-        try:
-            work(job)
-            error = ""
-        except (UserError, OSError) as problem:
-            error = str(problem)
-        finally:
-            job.error = error
-            job.is_running = False
-
-    threading.Thread(target=run, name="dataset", daemon=True).start()
 
 
 def list_samples(job: Job, sources: Sequence[Source], folder: Path, cache: Path | None) -> SampleIndex:

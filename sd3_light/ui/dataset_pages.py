@@ -4,20 +4,21 @@ import difflib
 import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from urllib.parse import quote, urlencode
+from dataclasses import replace
+from urllib.parse import urlencode
 
 import numpy as np
 from PIL import Image
 
+from sd3_light.config import load_config
 from sd3_light.config.faults import UserError
-from sd3_light.formats import plural
 from sd3_light.pages import render_template
 from sd3_light.report.inspect.cache_stats import reason_meaning
 from sd3_light.sources.preprocess import Reject
 from sd3_light.sources.video import open_still
 from sd3_light.ui.dataset_jobs import read_length
 from sd3_light.ui.datasets import Dataset, Preview
+from sd3_light.ui.run_queue import can_resume
 from sd3_light.ui.sample_index import SHOWS, SORTS, IndexedSample, Query, Rows
 
 PAGE_SIZE = 24
@@ -31,30 +32,6 @@ _WITH_IMAGE = (
     *("too_small", "crop_too_large", "would_be_enlarged"),
 )  # reasons that say nothing about the bytes of the image
 _FIELDS = ("show", "text", "tag", "where", "reason", "sort", "like")
-
-
-@dataclass(frozen=True)
-class ShownSample:
-    """A sample on the page. ``read`` is the length of the first caption that text encoders read, None if all is."""
-
-    sample: IndexedSample
-    url: str
-    is_excluded: bool
-    is_edited: bool
-    first: str = ""
-    read: int | None = None
-    tokens_cut: int = 0
-    psnr: float | None = None
-
-    @property
-    def has_image(self) -> bool:
-        """Whether its image can be shown, as far as is known."""
-        return not self.sample.reason or self.sample.reason in _WITH_IMAGE
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Width and height; a square where they are not known."""
-        return max(self.sample.width, 1), max(self.sample.height, 1)
 
 
 def query_of(values: Mapping[str, str]) -> Query:
@@ -93,13 +70,13 @@ def dataset_page(dataset: Dataset, dataset_id: str, query: Query, page: int = 1,
                 notes += [] if is_complete else ["Tags were counted in the first samples alone."]
         except UserError as error:
             notes.append(str(error))
-    page = max(1, page)
-    shown = [] if rows is None else _shown(dataset, dataset_id, rows[(page - 1) * PAGE_SIZE : page * PAGE_SIZE])
+    shown: list[IndexedSample] = []
+    if index is not None and rows is not None:
+        shown = index.samples(rows[(page - 1) * PAGE_SIZE : page * PAGE_SIZE])
     pages = 0 if rows is None else -(-len(rows) // PAGE_SIZE)
     problem = dataset.files.problem(dataset.path)
     return render_template(
         "dataset.html",
-        name=dataset.path.name,
         folder=dataset.path,
         path=f"/datasets/{dataset_id}",
         dataset=dataset,
@@ -110,14 +87,14 @@ def dataset_page(dataset: Dataset, dataset_id: str, query: Query, page: int = 1,
         counts=_counts(dataset),
         reasons=[] if index is None else [(name, count, reason_meaning(name)) for name, count in index.reasons.items()],
         samples=shown,
+        with_image=_WITH_IMAGE,
+        read_length=read_length,
         groups=_groups(dataset, shown) if query.show == "duplicates" else [],
         total=0 if rows is None else len(rows),
         tags=tags,
         with_tags=with_tags,
         address=lambda **changes: f"/datasets/{dataset_id}{address_of(query, **changes)}",
         query_text=address_of(query).removeprefix("?"),
-        previous=address_of(query, page - 1) if page > 1 else "",
-        following=address_of(query, page + 1) if page < pages else "",
         number=page,
         pages=pages,
         problem=problem,
@@ -152,21 +129,17 @@ def _measured(dataset: Dataset) -> dict[str, Mapping[str, float]]:
 def preview_page(dataset: Dataset, dataset_id: str, preview: Preview, back: str) -> str:
     """Return the page that shows a change of captions before it is made."""
     edits = [(edit.key, list(_difference(edit.old, edit.new))) for edit in preview.edits[:_MOST_SHOWN]]
-    files = {edit.place.path for edit in preview.edits}
     return render_template(
         "preview.html",
         folder=dataset.path,
         path=f"/datasets/{dataset_id}",
         preview=preview,
-        summary=f"{plural(len(preview.edits), 'caption')} in {plural(len(files), 'file')} "
-        f"would change, of {plural(preview.looked_at, 'sample')}.",
+        num_files=len({edit.place.path for edit in preview.edits}),
         edits=edits,
         problems=preview.problems[:_MOST_SHOWN],
         back=f"/datasets/{dataset_id}?{back}",
         query_text=back,
-        notes=[],
         served="/data",
-        live=False,
     )
 
 
@@ -183,27 +156,12 @@ def sample_image(dataset: Dataset, key: str) -> bytes:
     return buffer.getvalue()
 
 
-def _shown(dataset: Dataset, dataset_id: str, rows: Rows) -> list[ShownSample]:
-    index = dataset.require_index()
-    shown = []
-    for sample in index.samples(rows):
-        url = f"/datasets/{dataset_id}/image?key={quote(sample.key, safe='')}"
-        first = sample.captions[0] if sample.captions else ""
-        lost = dataset.lost.get(sample.key, 0)
-        read = read_length(first, dataset.limits) if lost else None
-        is_excluded = sample.key in index.excluded
-        is_edited = sample.key in index.edited
-        psnr = dataset.psnr.get(sample.key)
-        shown.append(ShownSample(sample, url, is_excluded, is_edited, first, read, lost, psnr))
-    return shown
-
-
-def _groups(dataset: Dataset, shown: Sequence[ShownSample]) -> list[list[ShownSample]]:
+def _groups(dataset: Dataset, shown: Sequence[IndexedSample]) -> list[list[IndexedSample]]:
     """Return the samples of a page by their group of duplicates."""
     index = dataset.require_index()
-    groups: dict[int, list[ShownSample]] = {}
-    for each in shown:
-        groups.setdefault(int(index.duplicate_groups[index.row_of(each.sample.key)]), []).append(each)
+    groups: dict[int, list[IndexedSample]] = {}
+    for sample in shown:
+        groups.setdefault(int(index.duplicate_groups[index.row_of(sample.key)]), []).append(sample)
     return list(groups.values())
 
 
@@ -221,15 +179,13 @@ def _counts(dataset: Dataset) -> dict[str, int]:
 
 def _commands(dataset: Dataset) -> list[tuple[str, str, bool]]:
     """Return path and name of each train TOML, and whether its run has a checkpoint to continue from."""
-    from sd3_light.config import load_config
-
     commands = []
     for config in dataset.configs:
         try:
             output = load_config(config).train.output_dir
         except UserError:
             continue
-        commands.append((str(config), config.name, any((output / "checkpoints").glob("step-*"))))
+        commands.append((str(config), config.name, can_resume(output)))
     return commands
 
 

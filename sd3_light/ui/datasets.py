@@ -5,16 +5,15 @@ import tempfile
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sd3_light.config import DirectoryConfig, load_config
-from sd3_light.config.faults import ConfigFaults, UserError
-from sd3_light.config.load_dataset import load_directories
+from sd3_light.config import DirectoryConfig, load_config, load_dataset
+from sd3_light.config.faults import UserError
 from sd3_light.config.toml_file import read_toml
 from sd3_light.config.toml_text import format_toml
 from sd3_light.config.validation import looks_like
@@ -35,9 +34,8 @@ from sd3_light.ui.dataset_jobs import (
     has_linked_caption,
     list_samples,
     measure_psnr,
-    start_thread,
 )
-from sd3_light.ui.folders import FileMemo, Folders, folder_id, project_folders
+from sd3_light.ui.folders import Folders, Repeated, folder_id, project_folders, remembered
 from sd3_light.ui.sample_index import IndexedSample, Rows, SampleIndex
 from sd3_light.ui.served_files import ServedFiles
 
@@ -49,6 +47,7 @@ MOST_EDITS = 100_000
 
 _SEARCH_SECONDS = 10.0
 _MOST_OPEN = 8
+_MOST_TOMLS = 4000  # whose kind is in memory
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class Dataset:
         self._folder = tempfile.TemporaryDirectory(prefix="sd3-light-ui-")
         self._index: SampleIndex | None = None
         self._previews: dict[str, Preview] = {}
-        self._memo: FileMemo[tuple[DirectoryConfig, ...]] = FileMemo(1)
+        self._load = remembered(1, load_dataset)
         self._lock = threading.RLock()
         self.is_listed_here = False
 
@@ -91,14 +90,8 @@ class Dataset:
     def directories(self) -> tuple[DirectoryConfig, ...]:
         """The directories as the TOML is now. Raises ConfigFaults."""
 
-        def load() -> tuple[DirectoryConfig, ...]:
-            directories, faults = load_directories(self.path)
-            if faults:
-                raise ConfigFaults(faults)
-            return directories
-
         try:
-            return self._memo.get(self.path, load)
+            return self._load(self.path).directories
         except OSError as error:
             raise UserError(f"{self.path} cannot be read: {error.strerror}") from error
 
@@ -124,14 +117,7 @@ class Dataset:
     def excluded(self) -> frozenset[str]:
         """The keys in all lists of the TOML."""
         lists = {directory.exclude for directory in self.directories if directory.exclude is not None}
-        keys: frozenset[str] = frozenset()
-        for path in lists:
-            try:
-                keys |= read_exclusions(path)
-            except UserError:
-                if path.exists():
-                    raise
-        return keys
+        return frozenset[str]().union(*(read_exclusions(path) for path in lists if path.exists()))
 
     @property
     def index(self) -> SampleIndex | None:
@@ -181,7 +167,7 @@ class Dataset:
             if self.job is not None and self.job.is_running:
                 raise UserError("the dataset is being read already; wait until it is done")
             self.job = Job(title)
-        start_thread(self.job, work)
+        self.job.start(work)
 
     def _list(self, job: Job, compare: bool) -> None:
         sources = [replace(source, compared=compare) for source in self.sources]
@@ -261,24 +247,23 @@ class Dataset:
             raise UserError(f"{len(rows):,} samples are too many at once; filter them to at most {MOST_EDITS:,}")
         edits: list[CaptionEdit] = []
         problems: list[tuple[str, str]] = []
-        for number, source in enumerate(index.sources):
-            transform = make_transform(mode, find, put, source.directory.cache_shuffle_delimiter)
-            own = rows[index.numbers[rows] == number]
-            with CaptionPlaces(source.directory, source.index) as places:
-                for sample in index.samples(_in_order(own)):
-                    if not any(transform(text) != text for text in sample.captions):
-                        continue  # no place is looked for: most captions do not change
-                    try:
-                        place = self._place(places, sample)
-                        texts = edited_captions(place)
-                    except UserError as error:
-                        problems.append((sample.key, str(error)))
-                        continue
-                    edits += [
-                        CaptionEdit(sample.key, place, places.columns, at, text, transform(text))
-                        for at, text in enumerate(texts)
-                        if transform(text) != text
-                    ]
+        delimiters = [source.directory.cache_shuffle_delimiter for source in index.sources]
+        transforms = {delimiter: make_transform(mode, find, put, delimiter) for delimiter in delimiters}
+        for places, _, sample in _with_places(index, rows):
+            transform = transforms[sample.source.directory.cache_shuffle_delimiter]
+            if not any(transform(text) != text for text in sample.captions):
+                continue  # no place is looked for: most captions do not change
+            try:
+                place = self._place(places, sample)
+                texts = edited_captions(place)
+            except UserError as error:
+                problems.append((sample.key, str(error)))
+                continue
+            edits += [
+                CaptionEdit(sample.key, place, places.columns, at, text, transform(text))
+                for at, text in enumerate(texts)
+                if transform(text) != text
+            ]
         described = {"text": f"{find!r} → {put!r}", "tag": f"tag {find!r} → {put!r}", "start": f"+ {put!r}"}
         description = f"{len(edits):,} captions: {described.get(mode, f'+ {put!r} at the end')}"
         preview = Preview(f"{time.monotonic_ns():x}", description, edits, problems, len(rows))
@@ -313,21 +298,17 @@ class Dataset:
     def _show(self, result: EditResult) -> None:
         """Show the captions of edited samples as they are in their files now."""
         index = self.require_index()
-        keys = list(dict.fromkeys(edit.key for edit in result.done))
+        keys = [edit.key for edit in result.done]
         changes: dict[int, Sequence[str]] = {}
         accepted = set()
-        rows = index.rows_of(keys)
-        for number, source in enumerate(index.sources):
-            own = rows[index.numbers[rows] == number]
-            with CaptionPlaces(source.directory, source.index) as places:
-                for row, sample in zip(own.tolist(), index.samples(own), strict=True):
-                    try:
-                        place = places.find(sample.key, sample.location)
-                        changes[row] = prepare_captions(place.captions, source.directory)
-                    except (UserError, Reject):  # empty, and empty captions are skipped: listing again says so
-                        changes[row] = ()
-                    if changes[row]:
-                        accepted.add(sample.key)
+        for places, row, sample in _with_places(index, index.rows_of(keys)):
+            try:
+                place = places.find(sample.key, sample.location)
+                changes[row] = prepare_captions(place.captions, sample.source.directory)
+            except (UserError, Reject):  # empty, and empty captions are skipped: listing again says so
+                changes[row] = ()
+            if changes[row]:
+                accepted.add(sample.key)
         self._index = index.with_captions(changes).without_reasons(accepted, ("no_caption", "empty_caption"))
 
     # --- excluded samples -------------------------------------------------------------------------
@@ -368,23 +349,15 @@ class Datasets:
         self._folders = folders
         self._prepare = prepare
         self.files = ServedFiles(folders.roots)
-        self._memo: FileMemo[tuple[str, Path | None]] = FileMemo(4000)
-        self._known: dict[str, tuple[Path, list[Path]]] = {}
+        self._kind = remembered(_MOST_TOMLS, _kind_of)
+        self.found = Repeated(self._search, _SEARCH_SECONDS)
+        """Path and train TOMLs of every dataset by its id, sorted by path."""
         self._open: dict[str, Dataset] = {}
-        self._searched = float("-inf")
         self._lock = threading.Lock()
-
-    def all(self) -> dict[str, tuple[Path, list[Path]]]:
-        """Return path and train TOMLs of every dataset by its id, sorted by path."""
-        with self._lock:
-            if time.monotonic() - self._searched > _SEARCH_SECONDS:
-                self._known = self._search()
-                self._searched = time.monotonic()
-            return self._known
 
     def get(self, dataset_id: str) -> Dataset:
         """Return a dataset. Raises UserError for an unknown id."""
-        known = self.all().get(dataset_id)
+        known = self.found.get().get(dataset_id)
         if known is None:
             raise UserError(f"there is no dataset {dataset_id:.80}; see the list of datasets")
         with self._lock:
@@ -400,7 +373,7 @@ class Datasets:
         named: dict[Path, list[Path]] = {}
         for path in (path for folder in project_folders(self._folders.roots) for path in folder.tomls()):
             try:
-                kind, dataset = self._memo.get(path, lambda path=path: _kind_of(path))  # type: ignore[misc]
+                kind, dataset = self._kind(path)
             except OSError:
                 continue
             if kind == "dataset":
@@ -410,8 +383,13 @@ class Datasets:
         return {folder_id(path): (path, named[path]) for path in sorted(named)}
 
 
-def _in_order(rows: Rows) -> Rows:
-    return rows if len(rows) < 2 else rows[rows.argsort()]
+def _with_places(index: SampleIndex, rows: Rows) -> Iterator[tuple[CaptionPlaces, int, IndexedSample]]:
+    """Yield rows and their samples, source by source, with what finds their captions."""
+    for number, source in enumerate(index.sources):
+        own = np.sort(rows[index.numbers[rows] == number])
+        with CaptionPlaces(source.directory, source.index) as places:
+            for row, sample in zip(own.tolist(), index.samples(own), strict=True):
+                yield places, row, sample
 
 
 def _problem_notes(problems: Sequence[tuple[str, str]]) -> list[str]:

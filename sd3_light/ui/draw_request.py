@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sd3_light.config.faults import UserError
+from sd3_light.sources.captions import is_utf8
+from sd3_light.ui.form_values import number_of
 
 if TYPE_CHECKING:
     from sd3_light.sample.image_requests import PromptRow
@@ -45,9 +47,10 @@ class Axis:
     name: str
     values: tuple[Any, ...]
 
-    def label(self, at: int) -> str:
-        """Return the text of a row or column."""
-        return _TITLES.get(self.name, "{}").format(_plain(self.values[at]))
+    @property
+    def labels(self) -> list[str]:
+        """The texts of the rows or columns."""
+        return [_TITLES.get(self.name, "{}").format(_plain(value)) for value in self.values]
 
 
 @dataclass(frozen=True)
@@ -83,8 +86,7 @@ class DrawRequest:
         if axis == "prompt":
             searched, found = value
             return replace(self, prompt=self.prompt.replace(searched, found))
-        changes: dict[str, Any] = {axis: value}
-        return replace(self, **changes)
+        return replace(self, **{axis: value})
 
     def options(self) -> "SampleOptions":
         """Return the options of the sample stage that all images of a loaded model share, where they are equal."""
@@ -108,9 +110,11 @@ class DrawRequest:
 def parse_request(values: Mapping[str, Any], models: Models, loras: Mapping[str, tuple[str, Path]]) -> DrawRequest:
     """Return the request of a form's values; ``loras`` are the listed files. Raises UserError for invalid values."""
     for name, value in values.items():
-        if isinstance(value, str) and not _is_utf8(value):
+        if isinstance(value, str) and not is_utf8(value):
             raise UserError(f"{name} contains half of a surrogate pair, which is not a character; remove it")
-    chosen = {label: path for key in _strings(values, "models") if key in models for label, path in [models[key]]}
+    marked = values.get("models")
+    keys = [key for key in marked if isinstance(key, str)] if isinstance(marked, list) else []
+    chosen = dict(models[key] for key in keys if key in models)
     if not chosen:
         raise UserError("no model is chosen; mark at least one")
     prompt = str(values.get("prompt", "")).strip()
@@ -121,6 +125,7 @@ def parse_request(values: Mapping[str, Any], models: Models, loras: Mapping[str,
     dtype = str(values.get("dtype", "float32"))
     if sampler not in SAMPLERS or dtype not in DTYPES:
         raise UserError(f"unknown sampler or dtype {sampler!r}, {dtype!r}; choose one of the list")
+    written = ((line.strip(), None) for line in str(values.get("loras", "")).splitlines() if line.strip())
     request = DrawRequest(
         next(iter(chosen)),
         chosen,
@@ -129,12 +134,12 @@ def parse_request(values: Mapping[str, Any], models: Models, loras: Mapping[str,
         Axis("model", tuple(chosen)),
         Axis("seed", seeds),
         negative_prompt=str(values.get("negative_prompt", "")).strip(),
-        loras=(*_listed_loras(values, loras), *_written_loras(values)),
-        steps=None if (steps := _number(values, "steps", 1, 1000)) is None else int(steps),
-        guidance=_number(values, "guidance", *_LIMITS["guidance"]),
-        shift=_number(values, "shift", *_LIMITS["shift"]),
-        width=int(_number(values, "width", 0, 2**16) or 0),
-        height=int(_number(values, "height", 0, 2**16) or 0),
+        loras=(*_listed_loras(values, loras), *written),  # strengths of written ones are read with the files
+        steps=None if (steps := number_of(values, "steps", *_LIMITS["steps"])) is None else int(steps),
+        guidance=number_of(values, "guidance", *_LIMITS["guidance"]),
+        shift=number_of(values, "shift", *_LIMITS["shift"]),
+        width=int(number_of(values, "width", 0, 2**16) or 0),
+        height=int(number_of(values, "height", 0, 2**16) or 0),
         sampler=sampler,
         dtype=dtype,
         preview=bool(values.get("preview", True)),
@@ -213,28 +218,8 @@ def _listed_loras(values: Mapping[str, Any], loras: Mapping[str, tuple[str, Path
         if key not in loras:
             raise UserError(f"there is no LoRA {key[:60]!r} any more; open the page again")
         label, path = loras[key]
-        number = _number({label: strength}, label, *_LIMITS["lora"])
+        number = number_of({label: strength}, label, *_LIMITS["lora"])
         yield str(path), 1.0 if number is None else number
-
-
-def _written_loras(values: Mapping[str, Any]) -> Iterator[tuple[str, None]]:
-    """Yield the lines of the text, whose strengths are read with the files."""
-    for line in str(values.get("loras", "")).splitlines():
-        if line.strip():
-            yield line.strip(), None
-
-
-def _strings(values: Mapping[str, Any], name: str) -> list[str]:
-    value = values.get(name, [])
-    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _seeds(text: str) -> tuple[int, ...]:
@@ -249,20 +234,6 @@ def _seeds(text: str) -> tuple[int, ...]:
     if not seeds or max(seeds) >= 2**63:
         raise UserError("seeds: write at least one integer from 0 to 2**63 - 1")
     return tuple(dict.fromkeys(seeds))
-
-
-def _number(values: Mapping[str, Any], name: str, least: float, most: float) -> float | None:
-    """Return a number of the form; None if its field is empty."""
-    text = str(values.get(name, "")).strip()
-    if not text:
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if not least <= value <= most:
-        raise UserError(f"{name} is {text[:60]!r}; it must be a number from {least:g} to {most:g}")
-    return value
 
 
 def _plain(value: Any) -> str:

@@ -11,6 +11,7 @@ from urllib.parse import urlencode
 from sd3_light.config.faults import UserError
 from sd3_light.inputs import is_inner_path, read_json_file
 from sd3_light.pages import render_template
+from sd3_light.sources.captions import is_utf8
 from sd3_light.ui.folders import EVALUATION, Folders
 
 PAGE_SIZE = 24
@@ -43,14 +44,13 @@ class Evaluation:
     true: str
     scores: Mapping[str, Mapping[str, Mapping[int, float]]]
 
-    def image(self, row: str, caption: int) -> Path | None:
+    def image(self, row: str, caption: int | None) -> Path | None:
         """Return the path of an image; None if there is none, or a link."""
-        if row not in self.rows or not 0 <= caption < len(self.captions):
+        if row not in self.rows or caption is None or not 0 <= caption < len(self.captions):
             return None
-        path = self.folder / self.rows[row] / f"{caption}.png"
-        is_plain = os.path.realpath(path) == os.path.join(
-            os.path.realpath(self.folder), self.rows[row], f"{caption}.png"
-        )
+        place = os.path.join(self.rows[row], f"{caption}.png")
+        path = self.folder / place
+        is_plain = os.path.realpath(path) == os.path.join(os.path.realpath(self.folder), place)
         return path if is_plain and path.is_file() else None
 
     def drawn(self) -> list[str]:
@@ -70,9 +70,8 @@ class Evaluation:
 
 def evaluations_page(folders: Folders) -> str:
     """Return the list of evaluations whose images were kept."""
-    listed = [(key, label, path) for key, (label, path) in folders.evaluations().items()]
-    roots = ", ".join(map(str, folders.roots))
-    return render_template("evaluations.html", listed=listed, roots=roots, notes=[], served="/evaluations", live=False)
+    listed = folders.evaluations()
+    return render_template("evaluations.html", listed=listed, roots=folders.roots, served="/evaluations")
 
 
 def evaluation_page(folders: Folders, evaluation_id: str, view: View, number: int = 1) -> str:
@@ -81,12 +80,12 @@ def evaluation_page(folders: Folders, evaluation_id: str, view: View, number: in
     evaluation = read_evaluation(folder)
     rows = evaluation.drawn()
     row = view.row if view.row in rows else next(reversed(rows), "")
-    scores = list(evaluation.scores.get(row, {}))
+    scores = evaluation.scores.get(row, {})
     score = view.score if view.score in scores else next((name for name in _PREFERRED if name in scores), "")
     order = view.order if view.order in ORDERS else "best"
     view = replace(view, row=row, score=score, order=order if score else "random")
     ordered = evaluation.ordered(view)
-    first = (max(1, number) - 1) * PAGE_SIZE
+    first = (number - 1) * PAGE_SIZE
     notes = [] if scores else ["This evaluation kept no scores of single images; evaluate again to order them."]
     return render_template(
         "evaluation_images.html",
@@ -97,18 +96,18 @@ def evaluation_page(folders: Folders, evaluation_id: str, view: View, number: in
         rows=rows,
         scores=scores,
         orders=ORDERS,
-        cards=[_card(evaluation, evaluation_id, view, caption) for caption in ordered[first : first + PAGE_SIZE]],
+        evaluation=evaluation,
+        shown=ordered[first : first + PAGE_SIZE],
         total=len(ordered),
         number=number,
         pages=max(1, -(-len(ordered) // PAGE_SIZE)),
-        links=_links(evaluation_id, view, number, len(ordered) > first + PAGE_SIZE),
+        address=lambda **changes: f"/evaluations/{evaluation_id}?{urlencode({**vars(view), **changes})}",
         notes=notes,
         served="/evaluations",
-        live=False,
     )
 
 
-def evaluated_image(folders: Folders, evaluation_id: str, row: str, caption: int) -> Path:
+def evaluated_image(folders: Folders, evaluation_id: str, row: str, caption: int | None) -> Path:
     """Return the path of an image of an evaluation. Raises UserError where there is none."""
     label, folder = folders.evaluation(evaluation_id)
     path = read_evaluation(folder).image(row, caption)
@@ -126,7 +125,7 @@ def read_evaluation(folder: Path) -> Evaluation:
     captions, rows = (values.get(name) for name in ("captions", "rows")) if isinstance(values, dict) else (None, None)
     if not isinstance(captions, list) or not isinstance(rows, dict):
         raise UserError(f"{folder / EVALUATION} is not the list of an evaluation; evaluate again")
-    inner = {name: place for name, place in rows.items() if _is_name(name) and is_inner_path(place)}
+    inner = {name: place for name, place in rows.items() if is_utf8(name) and is_inner_path(place)}
     each = values.get("each")
     scores = {name: _scores(table, len(captions)) for name, table in each.items()} if isinstance(each, dict) else {}
     return Evaluation(folder, list(map(str, captions)), inner, str(values.get("true", "true images")), scores)
@@ -138,7 +137,7 @@ def _scores(table: Any, captions: int) -> dict[str, dict[int, float]]:
     if not isinstance(rows, list):
         return {}
     columns = {
-        name: values for name, values in table.items() if name != _ROWS and _is_name(name) and isinstance(values, list)
+        name: values for name, values in table.items() if name != _ROWS and is_utf8(name) and isinstance(values, list)
     }
     return {
         name: {
@@ -150,37 +149,5 @@ def _scores(table: Any, captions: int) -> dict[str, dict[int, float]]:
     }
 
 
-def _is_name(text: str) -> bool:
-    """Return whether a text can be part of an address: half of a surrogate pair cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
-
-
-def _card(evaluation: Evaluation, evaluation_id: str, view: View, caption: int) -> dict[str, Any]:
-    """Return what a card shows: the true image, that of the row, and its scores."""
-    figures = [
-        (f"/evaluations/{evaluation_id}/image?{urlencode({'row': row, 'caption': caption})}", row)
-        for row in (evaluation.true, view.row)
-        if evaluation.image(row, caption) is not None
-    ]
-    scores = evaluation.scores.get(view.row, {})
-    texts = [f"{name} {values[caption]:.4g}" for name, values in scores.items() if caption in values]
-    return {"number": caption, "caption": evaluation.captions[caption], "figures": figures, "scores": texts}
-
-
-def _links(evaluation_id: str, view: View, number: int, has_more: bool) -> dict[str, str]:
-    """Return the addresses of the pages before and after this one, and of another random order."""
-
-    def link(page: int, seed: int) -> str:
-        return f"/evaluations/{evaluation_id}?{urlencode({**vars(view), 'page': page, 'seed': seed})}"
-
-    links = {"another": link(1, view.seed + 1)} if view.order == "random" else {}
-    links |= {"previous": link(number - 1, view.seed)} if number > 1 else {}
-    return links | ({"following": link(number + 1, view.seed)} if has_more else {})

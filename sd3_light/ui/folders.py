@@ -7,7 +7,8 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -42,30 +43,44 @@ _SKIPPED = frozenset(("checkpoints", "ema", "exports", "samples", "shards", "ten
 Content = TypeVar("Content")
 
 
-class FileMemo(Generic[Content]):
-    """The contents of files, read again only after the file has changed; the last ``most`` are kept."""
+def remembered(most: int, read: Callable[[Path], Content]) -> Callable[[Path], Content]:
+    """Return ``read`` with a memory of the last ``most`` files: one is read again only after it has changed."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._known: dict[Path, tuple[tuple[int, int, int], Content]] = {}
+    @lru_cache(most)
+    def content(path: Path, version: tuple[int, ...]) -> Content:
+        return read(path)
+
+    def current(path: Path) -> Content:
+        """Return the content of a file. Raises FileNotFoundError where there is none."""
+        status = path.stat()
+        return content(path, (status.st_ino, status.st_size, status.st_mtime_ns))
+
+    return current
+
+
+class Repeated(Generic[Content]):
+    """What a search has found, which is repeated when it is older than ``seconds``. Several threads may use it."""
+
+    def __init__(self, search: Callable[[], Content], seconds: float) -> None:
+        self._search = search
+        self._seconds = seconds
+        self._found: tuple[float, Content] | None = None
         self._lock = threading.Lock()
 
-    def get(self, path: Path, read: Callable[[], Content]) -> Content:
-        """Return the content of a file, as ``read`` returns it. Raises FileNotFoundError where there is none."""
-        status = path.stat()
-        version = status.st_ino, status.st_size, status.st_mtime_ns
-        known = self._known.get(path)
-        if known is None or known[0] != version:
-            known = version, read()
+    def get(self) -> Content:
+        """Return what was found."""
         with self._lock:
-            self._known.pop(path, None)
-            self._known[path] = known
-            for oldest in list(self._known)[: -self._most]:
-                del self._known[oldest]
-        return known[1]
+            found = self._found
+            if found is None or time.monotonic() - found[0] >= self._seconds:
+                content = self._search()
+                found = self._found = time.monotonic(), content
+            return found[1]
+
+    def forget(self) -> None:
+        """Search again at the next request."""
+        self._found = None
 
 
-@dataclass
 class Folders:
     """The runs and caches below ``roots`` and the caches of these runs, each by an id for URLs; the search is repeated
     from time to time.
@@ -73,33 +88,27 @@ class Folders:
     Several threads may use it.
     """
 
-    roots: Sequence[Path]
-    _runs: dict[str, Path] = field(default_factory=dict)
-    _caches: dict[str, Path] = field(default_factory=dict)
-    _readers: dict[Path, RunReader] = field(default_factory=dict)
-    _manifests: FileMemo[Manifest] = field(default_factory=lambda: FileMemo(_MOST_MANIFESTS))
-    _ends: FileMemo[RunReport] = field(default_factory=lambda: FileMemo(_MOST_ENDS))
-    _run_caches: FileMemo[list[Path]] = field(default_factory=lambda: FileMemo(_MOST_LOGS))
-    _adapter_files: FileMemo[bool] = field(default_factory=lambda: FileMemo(_MOST_LOGS))
-    _added: dict[str, Path] = field(default_factory=dict)
-    _searched: float = -math.inf
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _readers_lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def __post_init__(self) -> None:
-        self.roots = [Path(os.path.abspath(root)) for root in self.roots]
+    def __init__(self, roots: Sequence[Path]) -> None:
+        self.roots = [Path(os.path.abspath(root)) for root in roots]
+        self._found = Repeated(self._search, _SCAN_SECONDS)
+        self._added: dict[str, Path] = {}
+        self._manifest = remembered(_MOST_MANIFESTS, lambda path: Manifest.load(path.parent))
+        self._ends = remembered(_MOST_ENDS, lambda log: read_ends(log.parent))
+        self._named_caches = remembered(_MOST_LOGS, _named_caches)
+        self._has_adapter_keys = remembered(_MOST_LOGS, _has_adapter_keys)
+        self._readers = lru_cache(_MOST_LOGS)(RunReader)
+        self._readers_lock = threading.Lock()
 
     def runs(self) -> dict[str, Path]:
         """Return the run folders by id, the one that was logged to last first."""
-        self._search()
-        runs = {**self._runs, **self._added}
+        runs = {**self._found.get()[0], **self._added}
         return dict(sorted(runs.items(), key=lambda item: -_modified(item[1] / "log.jsonl")))
 
     def caches(self) -> dict[str, Path]:
         """Return the cache folders by id."""
-        self._search()
-        of_runs = [cache for folder in self._runs.values() for cache in self._caches_of(folder)]
-        return dict(sorted({**self._caches, **{folder_id(cache): cache for cache in of_runs}}.items()))
+        runs, caches = self._found.get()
+        of_runs = {folder_id(cache): cache for folder in runs.values() for cache in self._caches_of(folder)}
+        return dict(sorted({**caches, **of_runs}.items()))
 
     def add_run(self, folder: Path) -> str:
         """Add a run, which may not have a log yet, and return its id."""
@@ -108,8 +117,7 @@ class Folders:
 
     def run(self, run_id: str) -> Path:
         """Return the folder of a run. Raises UserError for an unknown id."""
-        self._search()
-        folder = self._added.get(run_id) or self._runs.get(run_id)
+        folder = self._added.get(run_id) or self._found.get()[0].get(run_id)
         if folder is None:
             raise UserError(f"there is no run {run_id}; see the list of runs")
         return folder
@@ -141,7 +149,7 @@ class Folders:
         if any(links) or (file.parent / "model_index.json").exists():
             return False
         try:
-            return self._adapter_files.get(file, lambda: _has_adapter_keys(file))
+            return self._has_adapter_keys(file)
         except OSError:  # removed meanwhile
             return False
 
@@ -176,7 +184,7 @@ class Folders:
     def ends(self, folder: Path) -> RunReport:
         """Return what the ends of a run's log say, for lists; they are read again only after a change."""
         log = folder / "log.jsonl"
-        return self._ends.get(log, lambda: read_ends(folder)) if log.exists() else RunReport(folder)
+        return self._ends(log) if log.exists() else RunReport(folder)
 
     def fine_curves(self, folder: Path, steps: tuple[float, float], names: Sequence[str]) -> dict[str, Curve]:
         """Return finer curves of a run between two steps; none where its log was not read or the part is too long."""
@@ -188,35 +196,27 @@ class Folders:
 
     def _reader(self, folder: Path) -> RunReader:
         with self._readers_lock:
-            reader = self._readers.pop(folder, None) or RunReader(folder)
-            self._readers[folder] = reader
-            for oldest in list(self._readers)[:-_MOST_LOGS]:
-                del self._readers[oldest]
-        return reader
+            return self._readers(folder)
 
     def manifest(self, folder: Path) -> Manifest:
         """Return the manifest of a cache; it is parsed again only after it has changed. Raises UserError."""
         try:
-            return self._manifests.get(folder / MANIFEST, lambda: Manifest.load(folder))
+            return self._manifest(folder / MANIFEST)
         except OSError:
             return Manifest.load(folder)  # raises an error with the remedy
 
-    def _search(self) -> None:
-        with self._lock:
-            if time.monotonic() - self._searched < _SCAN_SECONDS:
-                return
-            folders = [item for root in self.roots for item in _search_below(root, _DEEPEST)]
-            # new dicts: other threads may be reading the old ones
-            self._runs = {folder_id(folder): folder for folder, is_run in folders if is_run}
-            self._caches = {folder_id(folder): folder for folder, is_run in folders if not is_run}
-            self._searched = time.monotonic()
+    def _search(self) -> tuple[dict[str, Path], dict[str, Path]]:
+        """Return the runs and the caches below the roots, by id."""
+        folders = [item for root in self.roots for item in _search_below(root, _DEEPEST)]
+        runs = {folder_id(folder): folder for folder, is_run in folders if is_run}
+        return runs, {folder_id(folder): folder for folder, is_run in folders if not is_run}
 
     def _caches_of(self, run: Path) -> list[Path]:
         """Return the local caches of a run's training and evaluation sets that exist."""
         if os.path.islink(run / "config.toml"):
             return []
         try:
-            named = self._run_caches.get(run / "config.toml", lambda: _named_caches(run / "config.toml"))
+            named = self._named_caches(run / "config.toml")
         except OSError:  # missing, or a loop of links
             return []
         return [cache for cache in named if (cache / MANIFEST).is_file()]

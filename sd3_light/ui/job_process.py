@@ -43,11 +43,6 @@ class ProcessIdentity:
         # while a process starts a program, the kernel has no command of it for a moment
         return not _command(self.pid) or _has_token(self.pid, self.token)
 
-    @property
-    def is_of_this_boot(self) -> bool:
-        """Whether it was started since the machine was."""
-        return self.machine == machine()
-
     def end(self) -> None:
         """Ask the process and those that it started to end, if it is still this process."""
         if self.is_alive:

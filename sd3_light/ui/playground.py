@@ -1,11 +1,10 @@
 """The playground: draws images with several models, one after the other, in a thread of the server."""
 
-import itertools
 import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,8 @@ from sd3_light.config.faults import UserError
 from sd3_light.export.weights_fingerprint import file_fingerprint, model_fingerprint
 from sd3_light.pages import data_uri, render_template
 from sd3_light.runlog import set_main_process
-from sd3_light.ui.draw_request import AXES, DTYPES, SAMPLERS, Axis, DrawRequest, parse_request
+from sd3_light.ui.background import Numbered
+from sd3_light.ui.draw_request import AXES, DTYPES, SAMPLERS, DrawRequest, parse_request
 from sd3_light.ui.folders import Folders, folder_id
 
 if TYPE_CHECKING:
@@ -23,14 +23,11 @@ if TYPE_CHECKING:
     from sd3_light.sample.verb import OpenModel, SampleOptions
     from sd3_light.sample.watch import Preview
 
-MOST_WAITING = 100
-"""Drawings that wait for their turn; more are refused."""
+MOST_DRAWINGS = 100
+"""Drawings that wait for their turn or are drawn; more are refused. That many are kept when they are done."""
 
 _MOST_RECENT = 48
-_KEPT_DRAWINGS = 100  # of those that are done
 _FROM_ROW = ("prompt", "negative_prompt", "steps", "guidance", "width", "height")
-_GRID_SIDE = 384  # pixels of a large image in a grid
-_SMALL_SIDE = 128  # to about which smaller images are enlarged
 _GRID_FACTS = "sd3_light_grid"
 
 
@@ -65,20 +62,25 @@ class Drawing:
 
     def as_json(self) -> dict[str, Any]:
         """Return the state for the page."""
-        columns = _labels(self.request.columns)
-        rows = _labels(self.request.rows)
-        facts = {"id": self.id, "status": self.status, "error": self.error, "done": self.is_done, "grid": self.grid}
+        columns = self.request.columns.labels
+        rows = self.request.rows.labels
         seen = [
             {"column": column, "row": row, "step": step, "preview": None if image is None else data_uri(image)}
             for (column, row), (step, image) in list(self.seen.items())
         ]
-        total = len(columns) * len(rows)
-        labels = {"total": total, "columns": columns, "rows": rows}
-        return {**facts, **labels, "images": list(self.images), "warnings": list(self.warnings), "seen": seen}
-
-
-def _labels(axis: Axis) -> list[str]:
-    return [axis.label(at) for at in range(len(axis.values))]
+        return {
+            "id": self.id,
+            "status": self.status,
+            "error": self.error,
+            "done": self.is_done,
+            "grid": self.grid,
+            "total": len(columns) * len(rows),
+            "columns": columns,
+            "rows": rows,
+            "images": list(self.images),
+            "warnings": list(self.warnings),
+            "seen": seen,
+        }
 
 
 class Playground:
@@ -93,8 +95,7 @@ class Playground:
         self.out = out
         self._models = models
         self._prepare = prepare
-        self._drawings: dict[int, Drawing] = {}
-        self._ids = itertools.count(1)
+        self.drawings: Numbered[Drawing] = Numbered("drawing", MOST_DRAWINGS)
         self._waiting: deque[Drawing] = deque()
         self._changed = threading.Condition()  # of the drawings
         self._launch: Launch | None = None
@@ -117,12 +118,7 @@ class Playground:
         """Add a drawing of these form values to the queue. Raises UserError for values that are not valid."""
         request = parse_request(values, self.models(), self.folders.adapters())
         with self._changed:
-            if len(self._waiting) >= MOST_WAITING:
-                raise UserError(f"{MOST_WAITING} drawings wait already; draw again when one of them is done")
-            drawing = Drawing(next(self._ids), request)
-            self._drawings[drawing.id] = drawing
-            for old in [number for number, each in self._drawings.items() if each.is_done][:-_KEPT_DRAWINGS]:
-                del self._drawings[old]
+            drawing = self.drawings.add(lambda number: Drawing(number, request))
             self._waiting.append(drawing)
             self._changed.notify()
             if self._thread is None:
@@ -130,16 +126,9 @@ class Playground:
                 self._thread.start()
         return drawing
 
-    def drawing(self, number: int) -> Drawing:
-        """Return a drawing. Raises UserError for an unknown number."""
-        drawing = self._drawings.get(number)
-        if drawing is None:
-            raise UserError(f"there is no drawing {number}; draw again")
-        return drawing
-
     def cancel(self, number: int) -> Drawing:
         """Stop a drawing within an operation of its model, or at once while it waits. Raises UserError."""
-        drawing = self.drawing(number)
+        drawing = self.drawings.get(number)
         drawing.cancelled.set()
         with self._changed:
             if drawing in self._waiting:
@@ -211,22 +200,20 @@ class Playground:
 
     def page(self, run_id: str = "") -> str:
         """Return the page of the playground; the newest export of a run may be chosen already."""
-        models = [(model_id, label) for model_id, (label, _) in self.models().items()]
+        models = self.models()
         run = self.folders.runs().get(run_id)
-        chosen = next((key for key, (_, path) in self.models().items() if run and run in path.parents), "")
+        of_run = (key for key, (_, path) in models.items() if run in path.parents)
         return render_template(
             "playground.html",
             models=models,
-            chosen=chosen or next((model_id for model_id, _ in models), ""),
-            loras=[(lora_id, label) for lora_id, (label, _) in self.folders.adapters().items()],
+            chosen=next(of_run, next(iter(models), "")),
+            loras=self.folders.adapters(),
             axes=AXES,
             samplers=SAMPLERS,
             dtypes=DTYPES,
             recent=self.recent(),
             out=self.out,
-            notes=[],
             served="/playground",
-            live=False,
         )
 
     def _work(self) -> None:
@@ -314,25 +301,17 @@ class Playground:
 
 def _save_grid(drawing: Drawing, out: Path) -> str:
     """Write all images of a drawing as one PNG with labels and settings; return its name."""
-    from PIL import Image
-
-    from sd3_light.inputs import open_regular
-    from sd3_light.sample.grid import make_grid
+    from sd3_light.sample.grid import make_thumbnail_grid
     from sd3_light.sample.png import save_png
 
     request = drawing.request
     names = {(image["column"], image["row"]): image["name"] for image in drawing.images}
-    images = []
-    captions = []
-    for column, row in (place for place, _ in request.cells()):
-        with open_regular(out / names[column, row]) as file, Image.open(file) as image:
-            image.thumbnail((_GRID_SIDE, _GRID_SIDE), Image.Resampling.LANCZOS)  # never enlarges
-            images.append(image.convert("RGB"))
-        captions.append(f"{request.columns.label(column)} · {request.rows.label(row)}")
+    places = [place for place, _ in request.cells()]
+    files = [out / names[place] for place in places]
+    captions = [f"{request.columns.labels[column]} · {request.rows.labels[row]}" for column, row in places]
     name = f"grid-{min(names.values())}"
-    settings = {field.name: getattr(request, field.name) for field in fields(request) if field.name != "folders"}
+    settings = {name: value for name, value in vars(request).items() if name != "folders"}
     settings |= {"columns": vars(request.columns), "rows": vars(request.rows), "images": sorted(names.values())}
-    scale = max(1, _SMALL_SIDE // max(max(image.size) for image in images))
-    grid = make_grid(images, captions, len(request.columns.values), scale, title=request.prompt)
+    grid = make_thumbnail_grid(files, captions, len(request.columns.values), request.prompt)
     save_png(grid, out / name, {_GRID_FACTS: settings})
     return name

@@ -1,6 +1,7 @@
 """The routes of the playground."""
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
@@ -9,7 +10,7 @@ from starlette.routing import Route
 
 from sd3_light.config.faults import UserError
 from sd3_light.ui.playground import Playground
-from sd3_light.ui.replies import given, integer, json_reply, object_of, page_reply, text_in
+from sd3_light.ui.replies import given, json_reply, number_in, object_of, page_reply, text_in
 
 
 def playground_routes(playground: Playground) -> list[Route]:
@@ -25,11 +26,11 @@ def playground_routes(playground: Playground) -> list[Route]:
     ]
 
 
+@dataclass
 class _PlaygroundRoutes:
     """One method per route. Starlette calls those that are not async in threads."""
 
-    def __init__(self, playground: Playground) -> None:
-        self.playground = playground
+    playground: Playground
 
     def page(self, request: Request) -> Response:
         return page_reply(request, self.playground.page(request.query_params.get("run", "")))
@@ -43,10 +44,10 @@ class _PlaygroundRoutes:
         return json_reply(self.playground.submit(values).as_json())
 
     def drawing(self, request: Request) -> Response:
-        return json_reply(self.playground.drawing(_number(request)).as_json())
+        return json_reply(self.playground.drawings.get(number_in(request)).as_json())
 
     def cancel(self, request: Request) -> Response:
-        return json_reply(self.playground.cancel(_number(request)).as_json())
+        return json_reply(self.playground.cancel(number_in(request)).as_json())
 
     def image(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -54,8 +55,3 @@ class _PlaygroundRoutes:
         if not re.fullmatch(r"(grid-)?\d{5,20}\.png", name) or not path.is_file():
             raise UserError(f"there is no image {name}")
         return FileResponse(path)
-
-
-def _number(request: Request) -> int:
-    """Return the number of the drawing in the address; 0, which none has, for other texts."""
-    return integer(request.path_params["number"]) or 0

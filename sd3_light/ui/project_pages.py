@@ -12,7 +12,7 @@ from sd3_light.pages import render_template
 from sd3_light.ui.config_form import form_groups
 from sd3_light.ui.folders import Folders, folder_id
 from sd3_light.ui.playground import Playground
-from sd3_light.ui.projects import Plan, Projects, config_faults
+from sd3_light.ui.projects import ProjectPreview, Projects, config_faults
 from sd3_light.ui.run_pages import RunRow, row_of
 from sd3_light.ui.run_queue import RunQueue, can_resume
 
@@ -29,27 +29,24 @@ class ConfigRow:
 
 def projects_page(folders: Folders, projects: Projects, playground: Playground) -> str:
     """Return the list of configs, with the form of a new project."""
-    found = projects.search()
+    found = projects.found.get()
     rows = [
         ConfigRow(folder_id(path), path, kind, _row(folders, projects, path, kind))
         for path, kind in found.configs.items()
     ]
-    models = [*found.models, *(path for _, path in playground.models().values())]
     return render_template(
         "projects.html",
         rows=rows,
         kinds=KINDS,
-        models=list(dict.fromkeys(models)),
+        models=[*found.models, *(path for _, path in playground.models().values())],
         images=found.images,
         root=folders.roots[0],
-        roots=", ".join(map(str, folders.roots)),
-        notes=[],
+        roots=folders.roots,
         served="/projects",
-        live=False,
     )
 
 
-def plan_page(plan: Plan) -> str:
+def plan_page(plan: ProjectPreview) -> str:
     """Return the page of a plan, which updates itself until the plan is made."""
     files: list[tuple[Path, str]] = []
     if plan.project is not None:
@@ -57,14 +54,7 @@ def plan_page(plan: Plan) -> str:
 
         files = files_of(plan.project)
     notes = [plan.error] if plan.error else []
-    return render_template(
-        "plan.html",
-        plan=plan,
-        files=files,
-        notes=notes,
-        served="/projects",
-        live=not plan.is_done,
-    )
+    return render_template("plan.html", plan=plan, files=files, notes=notes, served="/projects", live=not plan.is_done)
 
 
 def editor_page(folders: Folders, projects: Projects, queue: RunQueue, config_id: str) -> str:
@@ -82,7 +72,6 @@ def editor_page(folders: Folders, projects: Projects, queue: RunQueue, config_id
         is_pending=run is not None and queue.is_pending(run),
         notes=[] if run is None else queue.notes(run),
         served="/projects",
-        live=False,
     )
 
 

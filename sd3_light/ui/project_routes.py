@@ -1,5 +1,6 @@
 """The routes of projects: configs that are found, edited and checked, and new ones that are planned and created."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
@@ -12,14 +13,14 @@ from sd3_light.ui.folders import Folders, folder_id
 from sd3_light.ui.playground import Playground
 from sd3_light.ui.project_pages import editor_page, plan_page, projects_page, review_resume, review_text
 from sd3_light.ui.projects import Planner, Projects
-from sd3_light.ui.replies import form_of, given, integer, json_reply, object_of, page_reply, text_in
+from sd3_light.ui.replies import form_of, given, json_reply, number_in, object_of, page_reply, text_in
 from sd3_light.ui.run_queue import RunQueue
 from sd3_light.ui.served_files import LARGEST_TEXT
 
 
 def project_routes(folders: Folders, queue: RunQueue, playground: Playground) -> list[Route]:
     """Return the routes."""
-    routes = _ProjectRoutes(folders, queue, playground)
+    routes = _ProjectRoutes(folders, queue, playground, Projects(folders), Planner(folders, playground.prepare))
     return [
         Route("/projects", routes.projects),
         Route("/projects/plans", routes.plan, methods=["POST"]),
@@ -33,15 +34,15 @@ def project_routes(folders: Folders, queue: RunQueue, playground: Playground) ->
     ]
 
 
+@dataclass
 class _ProjectRoutes:
     """One method per route. Starlette calls those that are not async in threads."""
 
-    def __init__(self, folders: Folders, queue: RunQueue, playground: Playground) -> None:
-        self.folders = folders
-        self.queue = queue
-        self.playground = playground
-        self.configs = Projects(folders)
-        self.planner = Planner(folders, playground.prepare)
+    folders: Folders
+    queue: RunQueue
+    playground: Playground
+    configs: Projects
+    planner: Planner
 
     def projects(self, request: Request) -> Response:
         return page_reply(request, projects_page(self.folders, self.configs, self.playground))
@@ -52,11 +53,11 @@ class _ProjectRoutes:
         return RedirectResponse(f"/projects/plans/{plan.id}", 303)
 
     def planned(self, request: Request) -> Response:
-        return page_reply(request, plan_page(self.planner.plan(integer(request.path_params["number"]) or 0)))
+        return page_reply(request, plan_page(self.planner.plans.get(number_in(request))))
 
     def create(self, request: Request) -> Response:
-        config = self.planner.create(integer(request.path_params["number"]) or 0)
-        self.configs.forget()
+        config = self.planner.create(number_in(request))
+        self.configs.found.forget()
         return RedirectResponse(f"/projects/{folder_id(config)}", 303)
 
     def editor(self, request: Request) -> Response:
@@ -75,7 +76,7 @@ class _ProjectRoutes:
     def save(self, request: Request, values: dict[str, Any]) -> Response:
         path, _ = self.configs.config(request.path_params["config"])
         version = self.configs.files.save_config(path, _text(values), text_in(values, "version"))
-        self.configs.forget()
+        self.configs.found.forget()
         return json_reply({"version": version})
 
     def resume(self, request: Request) -> Response:

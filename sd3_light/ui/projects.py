@@ -1,11 +1,9 @@
 """The configs below the served folders, and plans of new projects, which are made one after the other in threads."""
 
-import itertools
 import os
 import threading
-import time
-import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +14,9 @@ from sd3_light.config.toml_file import read_toml
 from sd3_light.config.validation import looks_like
 from sd3_light.sources.listing import IMAGE_SUFFIXES
 from sd3_light.system import Gpu, visible_gpus
-from sd3_light.ui.folders import FileMemo, Folders, folder_id, project_folders
+from sd3_light.ui.background import Numbered, error_of
+from sd3_light.ui.folders import Folders, Repeated, folder_id, project_folders, remembered
+from sd3_light.ui.form_values import number_of
 from sd3_light.ui.served_files import ServedFiles
 
 if TYPE_CHECKING:
@@ -41,27 +41,14 @@ class Projects:
 
     def __init__(self, folders: Folders) -> None:
         self.files = ServedFiles(folders.roots)
-        self._kinds: FileMemo[str] = FileMemo(_MOST_CONFIGS)
-        self._runs: FileMemo[Path | None] = FileMemo(_MOST_CONFIGS)
-        self._found = Found()
-        self._searched = float("-inf")
-        self._lock = threading.Lock()
-
-    def search(self) -> Found:
-        """Return what is below the served folders; the search is repeated from time to time."""
-        with self._lock:
-            if time.monotonic() - self._searched >= _SCAN_SECONDS:
-                self._found = self._search()
-                self._searched = time.monotonic()
-            return self._found
-
-    def forget(self) -> None:
-        """Search again at the next request."""
-        self._searched = float("-inf")
+        self._kind = remembered(_MOST_CONFIGS, _kind_of)
+        self._run = remembered(_MOST_CONFIGS, run_folder_of)
+        self.found = Repeated(self._search, _SCAN_SECONDS)
+        """What is below the served folders."""
 
     def config(self, config_id: str) -> tuple[Path, str]:
         """Return the path and kind of a config. Raises UserError for an unknown id."""
-        for path, kind in self.search().configs.items():
+        for path, kind in self.found.get().configs.items():
             if folder_id(path) == config_id:
                 return path, kind
         raise UserError(f"there is no config {config_id}; see the list of projects")
@@ -69,7 +56,7 @@ class Projects:
     def run_of(self, path: Path, kind: str) -> Path | None:
         """Return the run folder of a config if it exists."""
         try:
-            run = self._runs.get(path, lambda: run_folder_of(path)) if kind == "train" else None
+            run = self._run(path) if kind == "train" else None
         except OSError:  # removed meanwhile
             return None
         return run if run is not None and os.path.isdir(run) else None  # False also for names that are too long
@@ -83,15 +70,10 @@ class Projects:
             if any(path.suffix.lower() in IMAGE_SUFFIXES for path in folder.files):
                 found.images.append(folder.path)
             for path in folder.tomls():
-                if len(found.configs) < _MOST_CONFIGS and (kind := self._kind(path)):
-                    found.configs[path] = kind
+                with suppress(OSError):  # removed meanwhile
+                    if len(found.configs) < _MOST_CONFIGS and (kind := self._kind(path)):
+                        found.configs[path] = kind
         return found
-
-    def _kind(self, path: Path) -> str:
-        try:
-            return self._kinds.get(path, lambda: _kind_of(path))
-        except OSError:  # removed meanwhile
-            return ""
 
 
 def _kind_of(path: Path) -> str:
@@ -128,7 +110,7 @@ def config_faults(path: Path, kind: str, text: str) -> list[Fault]:
 
 
 @dataclass(eq=False)
-class Plan:
+class ProjectPreview:
     """A project that is planned; the thread sets the results, others read them."""
 
     id: int
@@ -147,57 +129,39 @@ class Planner:
     def __init__(self, folders: Folders, prepare: Callable[[], object]) -> None:
         self.files = ServedFiles(folders.roots)
         self._prepare = prepare
-        self._plans: dict[int, Plan] = {}
-        self._ids = itertools.count(1)
-        self._lock = threading.Lock()  # of the dict
+        self.plans: Numbered[ProjectPreview] = Numbered("plan", _MOST_PLANS)
+        self._creating = threading.Lock()
         self._working = threading.Lock()
 
-    def plan(self, number: int) -> Plan:
-        """Return a plan. Raises UserError for an unknown number."""
-        plan = self._plans.get(number)
-        if plan is None:
-            raise UserError(f"there is no plan {number}; make it again")
-        return plan
-
-    def submit(self, form: Mapping[str, str]) -> Plan:
+    def submit(self, form: Mapping[str, str]) -> ProjectPreview:
         """Begin to plan a project of these form values. Raises UserError for values that are not valid."""
         arguments = _arguments(form, self.files)
-        with self._lock:
-            if sum(not plan.is_done for plan in self._plans.values()) >= _MOST_PLANS:
-                raise UserError(f"{_MOST_PLANS} plans are being made already; try again when one of them is done")
-            plan = Plan(next(self._ids), dict(form))
-            self._plans[plan.id] = plan
-            for old in [number for number, each in self._plans.items() if each.is_done][:-_MOST_PLANS]:
-                del self._plans[old]
+        plan = self.plans.add(lambda number: ProjectPreview(number, dict(form)))
         threading.Thread(target=self._work, args=(plan, arguments), name="plan", daemon=True).start()
         return plan
 
     def create(self, number: int) -> Path:
         """Write the files of a plan and return the train TOML. Raises UserError; existing files are not changed."""
-        plan = self.plan(number)
+        plan = self.plans.get(number)
         if plan.project is None:
             raise UserError(plan.error or "the plan is not finished yet")
         from sd3_light.new.verb import files
 
-        with self._lock:
+        with self._creating:
             if plan.created is None:
                 for path, text in reversed(files(plan.project)):  # the train TOML last: it names the other one
                     self.files.create(path, text.encode())
                 plan.created = plan.project.train_toml
         return plan.created
 
-    def _work(self, plan: Plan, arguments: "_Arguments") -> None:
+    def _work(self, plan: ProjectPreview, arguments: "_Arguments") -> None:
+        def make() -> None:
+            self._prepare()
+            _fill(plan, arguments)
+
         with self._working:
-            try:
-                self._prepare()
-                _fill(plan, arguments)
-            except UserError as error:
-                plan.error = str(error)
-            except Exception as error:  # a thread's top level: without it the page would wait for ever
-                traceback.print_exc()
-                plan.error = f"{type(error).__name__}: {error}; this is a bug in sd3-light"
-            finally:
-                plan.is_done = True
+            plan.error = error_of(make)
+            plan.is_done = True
 
 
 @dataclass(frozen=True)
@@ -220,8 +184,8 @@ def _arguments(form: Mapping[str, str], files: ServedFiles) -> _Arguments:
         raise UserError("the folder of images is missing")
     if not values.get("out"):
         raise UserError("the folder of the project is missing")
-    memory = _number(values, "gpu_memory", 1, 4096)
-    resolution = _number(values, "resolution", 16, 16384)
+    memory = number_of(values, "gpu_memory", 1, 4096)
+    resolution = number_of(values, "resolution", 16, 16384)
     gpus = visible_gpus() if memory is None else [Gpu("the GPU", int(memory * 2**30))]
     return _Arguments(
         kind=values.get("kind", ""),
@@ -235,19 +199,7 @@ def _arguments(form: Mapping[str, str], files: ServedFiles) -> _Arguments:
     )
 
 
-def _number(values: Mapping[str, str], name: str, least: int, most: int) -> float | None:
-    """Return the number that a field has; None where it is empty. Raises UserError."""
-    text = values.get(name, "")
-    try:
-        number = float(text) if text else None
-    except ValueError:
-        number = float("nan")
-    if number is not None and not least <= number <= most:
-        raise UserError(f"{name} is {text!r:.40}; it must be a number from {least} to {most}")
-    return number
-
-
-def _fill(plan: Plan, arguments: _Arguments) -> None:
+def _fill(plan: ProjectPreview, arguments: _Arguments) -> None:
     """Plan a project, then check it; a plan that cannot be checked cannot be created."""
     from sd3_light.new import verb as new
     from sd3_light.new.summary import plan_lines, size_line

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from sd3_light.config.faults import UserError
 from sd3_light.pages import render_template
@@ -23,16 +22,6 @@ class JobRow:
     is_served: bool = True
 
     @property
-    def name(self) -> str:
-        """The name of the run folder."""
-        return self.job.folder.name
-
-    @property
-    def config_name(self) -> str:
-        """The name of the config."""
-        return Path(self.job.config).name
-
-    @property
     def status(self) -> str:
         """What it does, in a few words."""
         job = self.job
@@ -49,20 +38,19 @@ class JobRow:
 
 def queue_page(folders: Folders, queue: RunQueue) -> str:
     """Return the page of the queue."""
-    notes = [queue.problem] if queue.problem else []
+    jobs: list[Job] = []
+    problem = queue.problem
     try:
         jobs = queue.jobs()
     except UserError as error:
-        jobs = []
-        notes = [str(error)]
-    ended = [job for job in jobs if job.is_over]
-    ended.sort(key=lambda job: -job.ended)
+        problem = str(error)
+    ended = sorted((job for job in jobs if job.is_over), key=lambda job: -job.ended)
     return render_template(
         "queue.html",
         active=_rows(folders, queue, [job for job in jobs if job.is_active]),
         waiting=_rows(folders, queue, [job for job in jobs if job.state == WAITING]),
         ended=_rows(folders, queue, ended),
-        notes=notes,
+        notes=[problem] if problem else [],
         served="/queue",
         live=True,
     )

@@ -13,6 +13,7 @@ from starlette.responses import HTMLResponse, Response
 
 from sd3_light.config.faults import UserError
 from sd3_light.inputs import parse_json
+from sd3_light.sources.captions import is_utf8
 from sd3_light.ui import connections
 
 Routes = TypeVar("Routes")
@@ -79,16 +80,19 @@ def text_in(values: dict[str, Any], name: str) -> str:
     text = values.get(name)
     if not isinstance(text, str):
         raise UserError(f"{name} is not a text")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"{name} contains half of a surrogate pair") from error
+    if not is_utf8(text):
+        raise UserError(f"{name} contains half of a surrogate pair")
     return text
 
 
 def integer(text: str) -> int | None:
     """Return the integer from 0 that a text is, None for other texts and for more than 18 digits."""
     return int(text) if text.isdecimal() and len(text) <= 18 else None
+
+
+def number_in(request: Request) -> int:
+    """Return the ``number`` in the path of a request; 0, which nothing has, for other texts."""
+    return integer(request.path_params["number"]) or 0
 
 
 def page_reply(request: Request, text: str) -> Response:

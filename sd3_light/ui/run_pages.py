@@ -9,7 +9,6 @@ from urllib.parse import quote, urlencode
 from sd3_light.checkpoint.lock import is_locked
 from sd3_light.checkpoint.requests import SAVE_QUIT
 from sd3_light.config.faults import UserError
-from sd3_light.formats import number
 from sd3_light.pages import READ_ONLY, Chart, render_template
 from sd3_light.report.grids import load_grids
 from sd3_light.report.run_charts import plain_line, smooth_line, validation_line, x_table
@@ -18,6 +17,7 @@ from sd3_light.report.run_page import PREVIEW_NOTE, render_run_page
 from sd3_light.report.verb import RunReport
 from sd3_light.ui.config_diff import differing_keys
 from sd3_light.ui.folders import Folders
+from sd3_light.ui.run_queue import can_resume
 
 # of lines in `charts.css`
 _COLORS = 6
@@ -33,8 +33,8 @@ _STEP_CHARTS = {
 SORTINGS: dict[str, tuple[str, Callable[["RunRow"], object]]] = {
     "newest": ("last logged", lambda row: 0),  # as they are found
     "name": ("name", lambda row: (row.folder.name.lower(), row.folder)),
-    "loss": ("loss", lambda row: row.loss_value),
-    "validation": ("validation loss", lambda row: row.validation_value),
+    "loss": ("loss", lambda row: row.loss),
+    "validation": ("validation loss", lambda row: row.validation),
     "state": ("running first", lambda row: not row.report.is_running),
 }
 """How the list of runs can be sorted: title and key."""
@@ -64,26 +64,16 @@ class RunRow:
         return max(0.0, min(1.0, step / total)) if total else None
 
     @property
-    def loss_value(self) -> float:
+    def loss(self) -> float:
         """The smoothed loss at the end; infinite where none was logged, which sorts it to the end."""
         curve = self.report.steps.get("loss")
         return curve.smooth()[0][-1][1] if curve is not None and curve.x else math.inf
 
     @property
-    def validation_value(self) -> float:
+    def validation(self) -> float:
         """The validation loss that was logged last; infinite without one."""
         curves = [each["flow"] for each in self.report.evals.values() if "flow" in each]
         return curves[-1].last if curves and math.isfinite(curves[-1].last) else math.inf
-
-    @property
-    def loss(self) -> str:
-        """The smoothed loss at the end."""
-        return "" if self.loss_value == math.inf else number(self.loss_value)
-
-    @property
-    def validation(self) -> str:
-        """The last validation loss."""
-        return "" if self.validation_value == math.inf else number(self.validation_value)
 
 
 @dataclass(frozen=True)
@@ -121,7 +111,7 @@ def _row(run_id: str, folder: Path, read: Callable[[], RunReport]) -> RunRow:
     return RunRow(run_id, folder, report, problem)
 
 
-def runs_page(folders: Folders, notes: Sequence[str] = (), text: str = "", sort: str = "newest") -> str:
+def runs_page(folders: Folders, text: str = "", sort: str = "newest") -> str:
     """Return the list of all runs whose path contains a text."""
     if sort not in SORTINGS:
         raise UserError(f"unknown order {sort!r}; use one of {', '.join(SORTINGS)}")
@@ -130,11 +120,10 @@ def runs_page(folders: Folders, notes: Sequence[str] = (), text: str = "", sort:
     return render_template(
         "runs.html",
         rows=sorted(rows, key=SORTINGS[sort][1]),  # type: ignore[arg-type]
-        roots=", ".join(map(str, folders.roots)),
-        sortings={name: title for name, (title, _) in SORTINGS.items()},
+        roots=folders.roots,
+        sortings=SORTINGS,
         text=text,
         sort=sort,
-        notes=list(notes),
         served="/",
         live=True,
     )
@@ -155,7 +144,7 @@ def run_page(
         path,
         bool(row.report.is_running),
         (row.folder / SAVE_QUIT).exists(),
-        any((row.folder / "checkpoints").glob("step-*")) and (row.folder / "config.toml").is_file(),
+        can_resume(row.folder) and (row.folder / "config.toml").is_file(),
         links,
         console,
         is_pending,

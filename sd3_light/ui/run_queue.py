@@ -22,7 +22,7 @@ from sd3_light.config.faults import RESUMABLE, ConfigFaults, UserError
 from sd3_light.files import write_errors
 from sd3_light.inputs import regular_handle
 from sd3_light.runlog import CONSOLE
-from sd3_light.system import visible_gpus
+from sd3_light.system import machine, visible_gpus
 from sd3_light.ui.job import DONE, FAILED, MODES, RUNNING, STARTING, STOPPED, WAITING, Job, read_jobs, write_jobs
 from sd3_light.ui.job_process import ProcessIdentity, exit_code, find_process, forget_exit, start_process
 from sd3_light.ui.served_files import ServedFiles
@@ -94,6 +94,8 @@ class RunQueue:
     def add(self, config: Path, mode: str = "start", run: Path | None = None) -> Job:
         """Add a run, which starts as soon as a GPU is free. Raises UserError for faults of the config, if its folder is
         not ``run``, and if that is in the queue already."""
+        if mode not in MODES:
+            raise UserError(f"unknown mode {mode!r:.40}; use one of {', '.join(MODES)}")
         if not os.path.isfile(config):  # False also for names that are too long
             raise UserError(f"{config} does not exist; give the path of a train TOML on this machine")
         folder = self._run_folder(config)
@@ -101,7 +103,7 @@ class RunQueue:
         if run is not None and folder.resolve() != run.resolve():
             raise UserError(f"{config}: output_dir is {folder}, the run was copied or moved; set it to {run} first")
         with self._changing() as jobs:
-            job = Job(secrets.token_hex(8), str(config), str(folder), _mode(mode), added=time.time())
+            job = Job(secrets.token_hex(8), str(config), str(folder), mode, added=time.time())
             self._require_free(jobs, folder)
             jobs.append(job)
         self.advance()
@@ -252,23 +254,24 @@ class RunQueue:
             return _over(job, STOPPED)
         if not job.pid:  # a server has died before it started the process
             return replace(job, state=WAITING, slot="", token="")
-        if not job.process.is_of_this_boot:
+        if job.machine != machine():  # of an earlier boot
             message = "It continues after a restart of the machine."
             return replace(job, state=WAITING, mode="resume", slot="", token="", pid=0, started="", message=message)
-        return _over(job, FAILED, f"The run was killed, perhaps because memory was short.{self._last_line(job)}")
+        last = self._last_line(job)
+        printed = f" Its last line: {last}" if last else ""
+        return _over(job, FAILED, f"The run was killed, perhaps because memory was short.{printed}")
 
     def _concluded(self, job: Job, code: int) -> Job:
         if code == 0:
             return _over(job, STOPPED if job.is_stopping else DONE)
         if code in _STOPPED_CODES and (job.is_stopping or code == RESUMABLE):
             return _over(job, STOPPED)
-        lines = self.console(job.folder).strip().splitlines()
-        last = lines[-1] if lines else "it printed nothing"
-        return _over(job, FAILED, f"The run ended with exit code {code}: {last}")
+        return _over(
+            job, FAILED, f"The run ended with exit code {code}: {self._last_line(job) or 'it printed nothing'}"
+        )
 
     def _last_line(self, job: Job) -> str:
-        lines = self.console(job.folder).strip().splitlines()
-        return f" Its last line: {lines[-1]}" if lines else ""
+        return "".join(self.console(job.folder).strip().splitlines()[-1:])
 
     def _exit_file(self, job: Job) -> Path:
         return self.state / f"exit-{job.token}"
@@ -314,12 +317,6 @@ def _job(jobs: Iterable[Job], job_id: str) -> Job:
 def _put(jobs: list[Job], job: Job) -> None:
     """Replace a job by its new state."""
     jobs[[each.id for each in jobs].index(job.id)] = job
-
-
-def _mode(mode: str) -> str:
-    if mode not in MODES:
-        raise UserError(f"unknown mode {mode!r:.40}; use one of {', '.join(MODES)}")
-    return mode
 
 
 def _with_process(job: Job, process: ProcessIdentity) -> Job:

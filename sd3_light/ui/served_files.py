@@ -57,9 +57,16 @@ class ServedFiles:
         with self._folder(path) as folder:
             return _read(folder, path, most)
 
+    def require_bytes(self, path: Path, most: int = _LARGEST) -> bytes:
+        """Return the bytes of a file that must exist."""
+        data = self.read(path, most)
+        if data is None:
+            raise UserError(f"{path} does not exist any more; reload the page")
+        return data
+
     def read_config(self, path: Path) -> tuple[str, str]:
         """Return the text of a config and its version."""
-        data = self._config_bytes(path)
+        data = self.require_bytes(path, LARGEST_TEXT)
         try:
             return data.decode("utf-8"), _version(data)
         except UnicodeDecodeError as error:
@@ -75,7 +82,7 @@ class ServedFiles:
 
     def save_config(self, path: Path, text: str, version: str) -> str:
         """Replace a config that has this version, and return the new version. The line ends of the file stay."""
-        old = self._config_bytes(path)
+        old = self.require_bytes(path, LARGEST_TEXT)
         if _version(old) != version:
             raise _changed(path)
         new = _with_line_ends(text, old).encode()
@@ -108,12 +115,6 @@ class ServedFiles:
                 os.unlink(path.name, dir_fd=folder)
             except OSError as error:
                 raise UserError(f"cannot remove {path}: {error.strerror}; nothing was changed") from error
-
-    def _config_bytes(self, path: Path) -> bytes:
-        data = self.read(path, LARGEST_TEXT)
-        if data is None:
-            raise UserError(f"{path} does not exist any more; see the list of projects")
-        return data
 
     def _located(self, path: Path) -> tuple[Path, Path]:
         """Return the absolute path and the served folder that it is below, the innermost of several."""

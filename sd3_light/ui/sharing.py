@@ -3,20 +3,19 @@
 The token is that of the server's user (`hf auth login`, or HF_TOKEN); no page asks for one or shows one.
 """
 
-import itertools
 import threading
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sd3_light.config.faults import UserError
+from sd3_light.ui.background import Numbered, error_of
 from sd3_light.ui.folders import Folders, folder_id
 from sd3_light.ui.served_files import ServedFiles
 
 if TYPE_CHECKING:
-    from sd3_light.export.hub import UploadPlan
+    from sd3_light.export.hub import Upload
 
 _MOST_SHARES = 50
 PLANNING = "planning"
@@ -36,14 +35,14 @@ class Share:
     licence: str = ""
     public: bool = False
     state: str = PLANNING
-    plan: "UploadPlan | None" = None
+    plan: "Upload | None" = None
     error: str = ""
     address: str = ""
 
     @property
-    def is_busy(self) -> bool:
-        """Whether a thread works on it."""
-        return self.state in (PLANNING, UPLOADING)
+    def is_done(self) -> bool:
+        """Whether no thread works on it."""
+        return self.state not in (PLANNING, UPLOADING)
 
 
 @dataclass
@@ -55,8 +54,7 @@ class Sharing:
 
     folders: Folders
     prepare: Callable[[], object]
-    _shares: dict[int, Share] = field(default_factory=dict)
-    _ids: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
+    shares: Numbered[Share] = field(default_factory=lambda: Numbered("upload", _MOST_SHARES))
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def exports(self, run: Path | None = None) -> dict[str, tuple[str, Path]]:
@@ -72,13 +70,6 @@ class Sharing:
                 named[folder_id(export)] = (f"{folder.name}/{export.name}", export)
         return named
 
-    def share(self, number: int) -> Share:
-        """Return an upload. Raises UserError for an unknown number."""
-        share = self._shares.get(number)
-        if share is None:
-            raise UserError(f"there is no upload {number}; plan it again")
-        return share
-
     def submit(self, form: Mapping[str, str]) -> Share:
         """Begin to plan an upload of these form values. Raises UserError for values that are not valid."""
         source = self.exports().get(form.get("export", ""))
@@ -87,19 +78,13 @@ class Sharing:
         repo, licence = (form.get(name, "").strip() for name in ("repo", "licence"))
         if not repo:
             raise UserError("the repository is missing; write USER/NAME")
-        with self._lock:
-            if sum(share.is_busy for share in self._shares.values()) >= _MOST_SHARES:
-                raise UserError(f"{_MOST_SHARES} uploads are in progress; try again when one of them is done")
-            share = Share(next(self._ids), source[1], repo, licence, "public" in form)
-            self._shares[share.id] = share
-            for old in [number for number, each in self._shares.items() if not each.is_busy][:-_MOST_SHARES]:
-                del self._shares[old]
+        share = self.shares.add(lambda number: Share(number, source[1], repo, licence, "public" in form))
         self._begin(share, _plan)
         return share
 
     def upload(self, number: int) -> Share:
         """Begin to upload what a plan shows. Raises UserError unless it is planned and not begun."""
-        share = self.share(number)
+        share = self.shares.get(number)
         with self._lock:
             if share.state != PLANNED:
                 raise UserError(f"the upload is {share.state}; plan it again to upload it again")
@@ -108,16 +93,13 @@ class Sharing:
         return share
 
     def _begin(self, share: Share, work: Callable[[Share], None]) -> None:
+        def prepared() -> None:
+            ServedFiles(self.folders.roots).require(share.source)
+            self.prepare()
+            work(share)
+
         def run() -> None:
-            try:
-                ServedFiles(self.folders.roots).require(share.source)
-                self.prepare()
-                work(share)
-            except UserError as error:
-                share.error = str(error)
-            except Exception as error:  # a thread's top level: without it the page would wait for ever
-                traceback.print_exc()
-                share.error = f"{type(error).__name__}; this is a bug in sd3-light, see the server's terminal"
+            share.error = error_of(prepared)
             if share.error:
                 share.state = FAILED
 
@@ -125,9 +107,9 @@ class Sharing:
 
 
 def _plan(share: Share) -> None:
-    from sd3_light.export.hub import Target, plan_upload
+    from sd3_light.export.hub import Target, prepare_upload
 
-    share.plan = plan_upload(share.source, Target(share.repo, share.licence, share.public))
+    share.plan = prepare_upload(share.source, Target(share.repo, share.licence, share.public))
     share.state = PLANNED
 
 

@@ -1,7 +1,7 @@
 """The demo world: procedural images of simple shapes, their captions, and a judge that detects what images show."""
 
 from sd3_light.world.captions import scene_captions
-from sd3_light.world.dataset import Prompt, draw_image, draw_prompts, draw_square_image, write_dataset
+from sd3_light.world.dataset import Prompt, draw_image, draw_prompts, write_dataset
 from sd3_light.world.judge import judge
 from sd3_light.world.rendering import render_scene
 from sd3_light.world.scene import draw_scene
@@ -11,7 +11,6 @@ __all__ = [
     "draw_image",
     "draw_prompts",
     "draw_scene",
-    "draw_square_image",
     "judge",
     "render_scene",
     "scene_captions",

@@ -1,20 +1,17 @@
 """Captioned training images and prompts for scoring, both functions of a seed."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-import numpy as np
 from PIL import Image
 
 from sd3_light.config.faults import UserError
 from sd3_light.randomness import stream
 from sd3_light.world.captions import LANGUAGES, scene_captions
-from sd3_light.world.hard.captions import hard_captions
-from sd3_light.world.hard.judge import judge_hard
-from sd3_light.world.hard.rendering import render_hard_scene
-from sd3_light.world.hard.scene import HARD_KINDS, HardScene, canonical_hard_scene, draw_hard_scene
 from sd3_light.world.judge import ImageLike, Verdict, judge
 from sd3_light.world.rendering import render_scene
 from sd3_light.world.scene import SCENE_KINDS, Scene, canonical_scene, draw_scene
@@ -24,8 +21,9 @@ IMAGE_SIZES: tuple[tuple[int, int], ...] = ((64, 64), (80, 48), (64, 64), (48, 8
 
 _MAX_TRIES = 50
 
-
-AnyScene = Scene | HardScene
+T = TypeVar("T")
+DrawCaptioned = Callable[[int, int, bool], tuple[Image.Image, Mapping[str, str]]]
+"""(index, seed, held_out) -> an image, and its caption by language."""
 
 
 @dataclass(frozen=True)
@@ -33,41 +31,29 @@ class Prompt:
     """A caption to sample from, and the scene that the image is compared with."""
 
     text: str
-    scene: AnyScene
+    scene: Scene
 
     @property
     def english(self) -> str:
         """The caption in English."""
-        return any_captions(self.scene)["en"]
+        return scene_captions(self.scene)["en"]
 
     def judge(self, image: ImageLike) -> Verdict:
         """Return which requirements of the scene an image meets."""
-        return judge_hard(image, self.scene) if isinstance(self.scene, HardScene) else judge(image, self.scene)
-
-
-def any_captions(scene: AnyScene) -> dict[str, str]:
-    """Return the caption of a scene of either difficulty, by language."""
-    return hard_captions(scene) if isinstance(scene, HardScene) else scene_captions(scene)
+        return judge(image, self.scene)
 
 
 def draw_image(index: int, seed: int, held_out: bool = False) -> tuple[Image.Image, Scene]:
     """Return image `index` of the dataset of a seed, and its scene."""
-    rng = stream(seed, _purpose("picture", held_out), 0, 0, index)
+    rng = stream(seed, purpose("picture", held_out), 0, 0, index)
     scene = draw_scene(rng, held_out)
     width, height = IMAGE_SIZES[index % len(IMAGE_SIZES)]
     return render_scene(scene, width, height, rng), scene
 
 
-def draw_square_image(
-    index: int, seed: int, side: int, hard: bool, held_out: bool = False
-) -> tuple[Image.Image, AnyScene]:
-    """Return image `index` of a benchmark's dataset: square, with a scene of the demo or a harder one."""
-    rng = stream(seed, _purpose(f"{'hard' if hard else 'square'}-{side}", held_out), 0, 0, index)
-    if hard:
-        hard_scene = draw_hard_scene(rng, held_out)
-        return render_hard_scene(hard_scene, side, side, rng), hard_scene
-    scene = draw_scene(rng, held_out)
-    return render_scene(scene, side, side, rng), scene
+def _draw_captioned(index: int, seed: int, held_out: bool) -> tuple[Image.Image, Mapping[str, str]]:
+    image, scene = draw_image(index, seed, held_out)
+    return image, scene_captions(scene)
 
 
 def write_dataset(
@@ -76,23 +62,22 @@ def write_dataset(
     seed: int,
     held_out: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
-    draw: Callable[[int, int, bool], tuple[Image.Image, AnyScene]] | None = None,
+    draw: DrawCaptioned = _draw_captioned,
 ) -> Path:
     """Write `count` images `000123.png` and `captions.json` ({file: [english, chinese]}); returns the folder.
 
     Image i depends only on (seed, held_out, i), so a longer dataset begins with the shorter one. Without `held_out` no
     image shows a held-out composition; with it all do. `on_progress(done, total)` is called after each image.
-    `draw(index, seed, held_out)` replaces `draw_image`.
+    `draw` may return images of another world.
     """
     if count < 1 or count > 1_000_000:
         raise UserError(f"a dataset cannot have {count} images; give 1 to 1000000")
     folder.mkdir(parents=True, exist_ok=True)
     texts: dict[str, list[str]] = {}
     for index in range(count):
-        image, scene = (draw or draw_image)(index, seed, held_out)
+        image, by_language = draw(index, seed, held_out)
         name = f"{index:06d}.png"
         image.save(folder / name)
-        by_language = any_captions(scene)
         texts[name] = [by_language[language] for language in LANGUAGES]
         if on_progress is not None:
             on_progress(index + 1, count)
@@ -106,41 +91,34 @@ def draw_prompts(
     held_out: bool,
     kinds: Sequence[str] | None = None,
     language: str = "en",
-    hard: bool = False,
 ) -> list[Prompt]:
     """Return `count` prompts, alternating kinds (`mixed`: languages too); scenes repeat only if a kind has too few."""
-    known = HARD_KINDS if hard else SCENE_KINDS
-    chosen = tuple(kinds or known)
-    if unknown := [kind for kind in chosen if kind not in known]:
-        raise UserError(f"unknown kind of scene {unknown[0]!r}; the kinds are {', '.join(known)}")
+    chosen = tuple(kinds or SCENE_KINDS)
+    if unknown := [kind for kind in chosen if kind not in SCENE_KINDS]:
+        raise UserError(f"unknown kind of scene {unknown[0]!r}; the kinds are {', '.join(SCENE_KINDS)}")
     if language not in (*LANGUAGES, "mixed"):
         raise UserError(f"unknown language {language!r}; give one of {', '.join(LANGUAGES)}, mixed")
-    seen: set[AnyScene] = set()
+    seen: set[Scene] = set()
     drawn = []
     for index in range(count):
-        scene = _new_scene(index, seed, held_out, chosen[index % len(chosen)], seen, hard)
+        rng = stream(seed, purpose("prompt", held_out), 0, 0, index)
+        scene = draw_unseen(partial(draw_scene, rng, held_out, chosen[index % len(chosen)]), canonical_scene, seen)
         caption_language = LANGUAGES[index // len(chosen) % len(LANGUAGES)] if language == "mixed" else language
-        drawn.append(Prompt(any_captions(scene)[caption_language], scene))
+        drawn.append(Prompt(scene_captions(scene)[caption_language], scene))
     return drawn
 
 
-def _new_scene(index: int, seed: int, held_out: bool, kind: str, seen: set[AnyScene], hard: bool) -> AnyScene:
+def draw_unseen(draw: Callable[[], T], canonical: Callable[[T], T], seen: set[T]) -> T:
     """Draw a scene that is not in `seen`, or the last one tried, and add it to `seen`."""
-    rng = stream(seed, _purpose("hard-prompt" if hard else "prompt", held_out), 0, 0, index)
-    draw: Callable[[np.random.Generator, bool, str], AnyScene] = draw_hard_scene if hard else draw_scene
-    scene = draw(rng, held_out, kind)
+    scene = draw()
     for _ in range(_MAX_TRIES):
-        if _canonical(scene) not in seen:
+        if canonical(scene) not in seen:
             break
-        scene = draw(rng, held_out, kind)
-    seen.add(_canonical(scene))
+        scene = draw()
+    seen.add(canonical(scene))
     return scene
 
 
-def _canonical(scene: AnyScene) -> AnyScene:
-    return canonical_hard_scene(scene) if isinstance(scene, HardScene) else canonical_scene(scene)
-
-
-def _purpose(name: str, held_out: bool) -> str:
-    # part of the random streams: changing it changes every image
+def purpose(name: str, held_out: bool) -> str:
+    """Return the purpose of a random stream: changing it changes every image."""
     return f"world-{name}-{'held-out' if held_out else 'train'}"

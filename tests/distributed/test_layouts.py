@@ -25,7 +25,6 @@ from sd3_light.cost.training_setup import TrainingSetup
 from sd3_light.families.sd3.cost import SD3Cost
 from sd3_light.families.sd3.random_weights import new_transformer
 from sd3_light.train.verb import Resume
-from sd3_light.world import write_dataset
 from tests.distributed.layouts import (
     DDP,
     DS_ONE,
@@ -71,8 +70,7 @@ def rich(tmp_path_factory: pytest.TempPathFactory, raw_project: Project) -> Proj
         mask.paste(255, (0, 0, 16 + 4 * (number % 8), mask.height))
         mask.save(project.folder / "masks" / path.name)
     project.data(project.data_toml.read_text() + 'mask_path = "masks"\n')
-    write_dataset(project.folder / "held_out", 6, seed=2, held_out=True)
-    (project.folder / "eval.toml").write_text('resolutions = [64]\n[[directory]]\npath = "held_out"\n')
+    project.hold_out(6)
     text = project.train_toml.read_text()
     for old, new in (
         ("max_steps = 4", f'max_steps = {STEPS}\nfreeze = ["pos_embed.*"]\neval_datasets = ["eval.toml"]'),

@@ -17,7 +17,7 @@ from sd3_light.data.stream import CachedDataset
 from sd3_light.engines import Launch
 from sd3_light.families.sd3.module import SD3TrainingModule
 from sd3_light.families.sd3.random_weights import new_transformer
-from sd3_light.sample.in_training import Sampler
+from sd3_light.sample.in_training import SampledCache, Sampler
 from tests.distributed.layouts import run_ranks
 from tests.project import Project
 from tests.waiting import HANG_SECONDS
@@ -33,7 +33,7 @@ def sample_grid(config: TrainConfig, cache: Path, out: Path, launch: Launch) -> 
     for parameter in transformer.parameters():
         torch.nn.init.normal_(parameter, std=0.08, generator=generator)
     data = CachedDataset(LocalStore(cache))
-    sampler = Sampler.of_config(config, cache, data, data.buckets[0], launch, torch.device("cpu"))
+    sampler = Sampler.of_config(config, SampledCache(cache, data, data.buckets[0]), launch, torch.device("cpu"))
     group = dist.new_group(backend="gloo") if launch.world_size > 1 else None
     return sampler.sample(SD3TrainingModule(transformer, config).denoise, out, {"step": 1}, group) is not None
 

@@ -10,8 +10,9 @@ from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.cli import RESUMABLE
 from sd3_light.train.verb import Resume
 from tests.checkpoints import read_checkpoint
-from tests.e2e.live import TORCHRUN, TrainProcess, descendants, is_alive, leftovers, ranks
+from tests.e2e.live import TORCHRUN, TrainProcess, descendants, leftovers, ranks
 from tests.project import Project
+from tests.waiting import is_running
 
 ENDLESS = {"max_steps": 1_000_000, "checkpoint_every_n_steps": 1_000_000, "micro_batch_size_per_gpu": 2}
 
@@ -44,7 +45,7 @@ def test_a_signal_to_one_rank_stops_both_after_the_same_step(project: Project) -
     assert not (live.run / "save").exists()
     assert f"exitcode  : {RESUMABLE}" in live.output
     assert sorted(processes) == [0, 1]
-    assert [process for process in processes.values() if is_alive(process)] == []
+    assert [process for process in processes.values() if is_running(process)] == []
 
 
 @pytest.mark.slow
@@ -64,7 +65,7 @@ def test_a_killed_worker_of_one_rank_stops_both_and_saves(project: Project, monk
     assert live.output.count(f"error: {stop['reason']}") == 2, live.output
     assert "exitcode  : 2" in live.output
     assert_saved_by_both(project, last)
-    assert [process for process in (*processes.values(), worker) if is_alive(process)] == []
+    assert [process for process in (*processes.values(), worker) if is_running(process)] == []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
         assert project.train(f"max_steps={last + 2}", resume=Resume()).step == last + 2
@@ -84,4 +85,4 @@ def test_both_ranks_stop_if_the_first_save_fails(project: Project) -> None:
     assert live.output.count(f"error: {stop['reason']}") == 2, live.output
     assert "exitcode  : 2" in live.output
     assert leftovers(project.run) == []
-    assert [process for process in processes.values() if is_alive(process)] == []
+    assert [process for process in processes.values() if is_running(process)] == []

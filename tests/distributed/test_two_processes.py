@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.evaluate import verb as evaluate
-from sd3_light.world import write_dataset
 from tests.distributed.layouts import FSDP2, Job, launch, run_ranks
 from tests.judge_folders import write_vision
 from tests.project import Project
@@ -35,8 +34,7 @@ def checkpoint(project: Project, step: int, run: str) -> Path:
 def alone(tmp_path_factory: pytest.TempPathFactory, cached_project: Project) -> Project:
     """The reference: one process, batches of 4, an evaluation set, a checkpoint at step 5."""
     project = cached_project.copy(tmp_path_factory.mktemp("alone") / "project")
-    write_dataset(project.folder / "held_out", 8, seed=2, held_out=True)
-    (project.folder / "eval.toml").write_text('resolutions = [64]\n[[directory]]\npath = "held_out"\n')
+    project.hold_out(8)
     text = project.train_toml.read_text().replace("max_steps = 4", f"max_steps = {STEPS}")
     text = text.replace("checkpoint_every_n_steps = 2", "checkpoint_every_n_steps = 5\neval_every_n_steps = 10")
     project.train_toml.write_text(text.replace("seed = 3", 'seed = 3\neval_datasets = ["eval.toml"]'))
@@ -52,8 +50,7 @@ def test_sharded_weights_evaluate_and_sample_like_full_ones(
 ) -> None:
     """Everything that reads sharded weights: two kinds of averages, evaluation, samples, metrics, snapshots."""
     project = fresh_project
-    write_dataset(project.folder / "held_out", 6, seed=2, held_out=True)
-    (project.folder / "eval.toml").write_text('resolutions = [64]\n[[directory]]\npath = "held_out"\n')
+    project.hold_out(6)
     evaluation = 'eval_datasets = ["eval.toml"]\neval_every_n_steps = 2\neval_micro_batch_size_per_gpu = 4'
     text = project.train_toml.read_text().replace("seed = 3", f"seed = 3\n{evaluation}")
     text += '[[ema.track]]\nname = "wide"\npower_width = 0.1\nupdate_every = 1\n'

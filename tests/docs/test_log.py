@@ -31,12 +31,8 @@ def test_entries_are_in_order_and_those_that_others_name_exist() -> None:
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=TITLES)
-def test_an_entry_fits_a_screen(entry: str) -> None:
+def test_an_entry_fits_a_screen_and_says_how_it_was_measured(entry: str) -> None:
     lines = entry.rstrip().splitlines()
     assert len(lines) <= LINES
     assert [line for line in lines[1:] if len(line) > WIDTH and not line.lstrip().startswith("|")] == []
-
-
-@pytest.mark.parametrize("entry", ENTRIES, ids=TITLES)
-def test_an_entry_says_how_it_was_measured(entry: str) -> None:
     assert re.search(r"^- Set-up", entry, re.MULTILINE), "no set-up: command, hardware, seeds"

@@ -18,11 +18,14 @@ from scripts import check_package
 from sd3_light import __version__
 
 ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+CONSTRAINTS = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+PINS = {canonicalize_name(name): version for name, version in re.findall(r"^([\w.-]+)==(\S+)$", CONSTRAINTS, re.M)}
 INSTRUCTIONS = {"FROM", "RUN", "WORKDIR", "COPY", "ARG", "ENV", "ENTRYPOINT", "CMD", "USER", "LABEL"}
 
 
 def pinned_torch() -> str:
-    (line,) = re.findall(r"^torch==.*$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    (line,) = re.findall(r"^torch==.*$", CONSTRAINTS, re.MULTILINE)
     return str(line)
 
 
@@ -66,8 +69,7 @@ def locked_versions(name: str) -> dict[str, str]:
 
 def needed_by(extras: set[str]) -> set[str]:
     """Return the direct dependencies of the package with these extras."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    listed = [*project["dependencies"], *(one for extra in extras for one in project["optional-dependencies"][extra])]
+    listed = [*PROJECT["dependencies"], *(one for extra in extras for one in PROJECT["optional-dependencies"][extra])]
     requirements = [Requirement(one) for one in listed]
     nested = {extra for one in requirements if one.name == "sd3-light" for extra in one.extras}
     names = {canonicalize_name(one.name) for one in requirements if one.name != "sd3-light"}
@@ -78,14 +80,10 @@ def needed_by(extras: set[str]) -> set[str]:
     ("name", "extras"), [("requirements.lock", {"bnb", "s3"}), ("requirements-dev.lock", {"bnb", "s3", "dev"})]
 )
 def test_a_lock_has_the_tested_versions_and_a_hash_of_each(name: str, extras: set[str]) -> None:
-    pins = re.findall(
-        r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8").replace("_", "-"), re.MULTILINE
-    )
-    tested = {canonicalize_name(one): version for one, version in pins}
     locked = locked_versions(name)
-    assert {one: version for one, version in locked.items() if tested.get(one, version) != version} == {}
+    assert {one: version for one, version in locked.items() if PINS.get(one, version) != version} == {}
     # setuptools is the build tool of the environment; the others have markers of other platforms
-    assert set(locked) - set(tested) <= {"setuptools", "colorama", "pywin32", "httpx2-jsfetch"}
+    assert set(locked) - set(PINS) <= {"setuptools", "colorama", "pywin32", "httpx2-jsfetch"}
     assert needed_by(extras) - set(locked) == {"torch"}
     blocks = re.split(r"^(?=[\w.-]+==)", (ROOT / name).read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert [block for block in blocks if block and "--hash=sha256:" not in block] == []
@@ -105,13 +103,10 @@ def test_the_workflows_check_every_python_with_the_tested_versions() -> None:
     (step,) = (step for step in job["steps"] if step.get("run") == ".ci/run")
     assert step["env"]["LOCK"] in [path.name for path in ROOT.glob("*.lock")]
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert f">={job['strategy']['matrix']['python'][0]}" == project["requires-python"]
-    listed = {line.rpartition(" ")[2] for line in project["classifiers"] if re.search(r":: 3\.\d+$", line)}
+    assert f">={job['strategy']['matrix']['python'][0]}" == PROJECT["requires-python"]
+    listed = {line.rpartition(" ")[2] for line in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", line)}
     assert listed == set(job["strategy"]["matrix"]["python"])
     job = package_jobs()["install"]
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    listed = {line.rpartition(" ")[2] for line in project["classifiers"] if re.search(r":: 3\.\d+$", line)}
     matrix = job["strategy"]["matrix"]
     assert set(matrix) == {"python", "dependencies"}  # nothing is excluded
     assert set(matrix["python"]) == listed
@@ -122,14 +117,12 @@ def test_the_workflows_check_every_python_with_the_tested_versions() -> None:
         assert words[:2] == ["python", "scripts/check_package.py"]
         assert check_package.parser().parse_args(words[2:]).dependencies == dependencies
     assert {"python-version": "${{ matrix.python }}"} in [step.get("with") for step in job["steps"]]
-    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    tools = {Requirement(one).name for one in project["optional-dependencies"]["release"]}
+    tools = {Requirement(one).name for one in PROJECT["optional-dependencies"]["release"]}
     installs = [step["run"] for job in package_jobs().values() for step in job["steps"] if "pip install" in str(step)]
     prefix = "pip install --constraint constraints.txt "
     assert all(command.startswith(prefix) for command in installs)
     assert {word for command in installs for word in command.removeprefix(prefix).split()} == tools
-    assert [tool for tool in tools if not re.search(rf"^{tool}==", pins, re.MULTILINE)] == []
+    assert [tool for tool in tools if not re.search(rf"^{tool}==", CONSTRAINTS, re.MULTILINE)] == []
     (command,) = (step["run"] for step in package_jobs()["audit"]["steps"] if "pip-audit --" in step.get("run", ""))
     words = command.split()
     assert words[words.index("--requirement") + 1] == "constraints.txt"
@@ -146,9 +139,8 @@ def package_jobs() -> dict[str, Any]:
 
 
 def test_the_lowest_versions_and_the_page_of_dependencies_are_those_of_the_project() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     pins = [Requirement(one) for one in check_package.constraints_of("lowest", has_torch=False)]
-    by_name = {one.name: one.specifier for one in map(Requirement, project["dependencies"])}
+    by_name = {one.name: one.specifier for one in map(Requirement, PROJECT["dependencies"])}
     assert set(by_name) <= {pin.name for pin in pins}
     for pin in pins:
         (version,) = (one.version for one in pin.specifier)
@@ -160,12 +152,12 @@ def test_the_lowest_versions_and_the_page_of_dependencies_are_those_of_the_proje
     assert check_package.constraints_of("newest", has_torch=False) == []
     text = (ROOT / "docs" / "reference" / "dependencies.md").read_text(encoding="utf-8")
     package, extras = text.partition("## Extras")[::2]
-    direct = {Requirement(one).name for one in project["dependencies"]}
+    direct = {Requirement(one).name for one in PROJECT["dependencies"]}
     assert set(re.findall(r"^\| ([\w-]+) \|", package, re.MULTILINE)) - {"package"} == direct
     listed: dict[str, set[str]] = {}
     for extra, names in re.findall(r"^\| `([\w-]+)` \| ([^|]+) \|", extras, re.MULTILINE):
         listed.setdefault(extra, set()).update(names.split(", "))
-    optional = project["optional-dependencies"]
+    optional = PROJECT["optional-dependencies"]
     assert set(listed) == set(optional)
     for extra, names in listed.items():
         assert names <= {Requirement(one).name for one in optional[extra]}, extra
@@ -205,20 +197,16 @@ def test_a_failed_step_is_one_line_that_names_it(capfd: pytest.CaptureFixture[st
 
 def test_an_install_without_constraints_stays_near_the_tested_versions() -> None:
     """Every tested version is supported; the next releases of the libraries that break most are not taken untested."""
-    pins = re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
-    tested = {canonicalize_name(name): version for name, version in pins}
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    supported = {canonicalize_name(one.name): one.specifier for one in map(Requirement, project["dependencies"])}
-    assert [name for name, versions in supported.items() if tested[name] not in versions] == []
+    supported = {canonicalize_name(one.name): one.specifier for one in map(Requirement, PROJECT["dependencies"])}
+    assert [name for name, versions in supported.items() if PINS[name] not in versions] == []
     for name, untested in {"torch": "2.14", "numpy": "2.5", "pillow": "13.0", "huggingface-hub": "3.0"}.items():
         assert untested not in supported[name], name
     assert all(version in supported["torch"] for version in ("2.11.0", "2.12.0", "2.13.0"))
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert citation["cff-version"] == "1.2.0"
     assert citation["version"] == __version__
-    assert citation["license"] == project["license"]
-    assert citation["keywords"] == project["keywords"]
+    assert citation["license"] == PROJECT["license"]
+    assert citation["keywords"] == PROJECT["keywords"]
     assert all(citation[key] for key in ("message", "title", "abstract", "authors"))
 
 
@@ -244,15 +232,8 @@ def test_make_installs_the_torch_of_the_machine(tmp_path: Path, tool: str, backe
 
 def test_make_installs_from_a_lock_before_torch(tmp_path: Path) -> None:
     """pip leaves what is installed in the right version, so torch's dependencies are those of the lock."""
-    command = [
-        "make",
-        "-n",
-        "-C",
-        str(ROOT),
-        f"VENV={tmp_path}/venv",
-        "LOCK=some.lock",
-        f"{tmp_path}/venv/.run-installed",
-    ]
+    variables = [f"VENV={tmp_path}/venv", "LOCK=some.lock"]
+    command = ["make", "-n", "-C", str(ROOT), *variables, f"{tmp_path}/venv/.run-installed"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert 0 < printed.index("--no-deps --require-hashes --requirement some.lock") < printed.index(pinned_torch())
 

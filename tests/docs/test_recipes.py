@@ -3,6 +3,7 @@
 import json
 import shutil
 import tomllib
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import pytest
 
 from sd3_light.assets import DEMO as ASSETS
 from sd3_light.check.verb import disk_faults
-from sd3_light.checkpoint.progress import Progress
 from sd3_light.config import LoadedConfig, load_config
 from sd3_light.engines import Launch
 from sd3_light.journeys import cache_then_train
@@ -26,15 +26,11 @@ EDITED = ("model.diffusers_path", "model.init", "directory[", "dataset", "reward
 """Keys that users edit; all other keys of a recipe must be valid as shipped."""
 
 
-def cache_and_train(loaded: LoadedConfig) -> Progress:
+def train_two_steps(loaded: LoadedConfig, samples: int = 4) -> None:
+    """Cache, and train two steps of these samples."""
     with quick_caching():
-        return cache_then_train(loaded, Launch())
-
-
-def header(name: str) -> str:
-    """Return the comment at the top of a recipe."""
-    lines = (FOLDER / name).read_text(encoding="utf-8").splitlines()
-    return "\n".join(lines[: next(index for index, line in enumerate(lines) if not line.startswith("#"))])
+        progress = cache_then_train(loaded, Launch())
+    assert (progress.step, progress.samples, progress.skipped) == (2, samples, 0)
 
 
 def test_the_recipes_are_found_and_used() -> None:
@@ -49,18 +45,15 @@ def test_the_recipes_are_found_and_used() -> None:
 
 
 @pytest.mark.parametrize("name", TRAIN)
-def test_a_recipe_loads(name: str) -> None:
+def test_a_recipe_loads_and_states_command_hardware_and_time(name: str) -> None:
     loaded = load_config(FOLDER / name)
     assert loaded.dataset.directories
     faults = disk_faults(loaded)
     assert [str(fault) for fault in faults if not fault.key.startswith(EDITED)] == []
-
-
-@pytest.mark.parametrize("name", TRAIN)
-def test_a_recipe_states_command_hardware_and_time(name: str) -> None:
-    text = header(name)
+    lines = (FOLDER / name).read_text(encoding="utf-8").splitlines()
+    header = "\n".join(takewhile(lambda line: line.startswith("#"), lines))
     for word in ("command", "hardware", "time"):
-        assert word in text, f"the header of {name} does not state the {word}"
+        assert word in header, f"the header of {name} does not state the {word}"
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +74,7 @@ def test_a_demo_recipe_runs(demo_folder: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})  # verified where the README runs
     overrides = ["max_steps=2", "micro_batch_size_per_gpu=4", "num_dataloader_workers=0", "caching_batch_size=8"]
     loaded = load_config(demo_folder / Path(name).name, [*overrides, "logging_steps=1"])
-    progress = cache_and_train(loaded)
-    assert (progress.step, progress.samples, progress.skipped) == (2, 8, 0)
+    train_two_steps(loaded, 8)
     events: list[dict[str, Any]] = list(read_log(loaded.train.output_dir / "log.jsonl"))
     losses = [event["loss"] for event in events if event["event"] == "step"]
     assert len(losses) == 2
@@ -104,8 +96,7 @@ def test_the_pretraining_recipe_runs_at_a_small_size(demo_folder: Path, tmp_path
     overrides += ["model.size=tiny2", f'model.diffusers_path="{demo_folder / "model"}"', "eval_every_n_steps=2"]
     overrides += ["model.num_layers=2"] if name.endswith("seed") else ["sampling.every_n_steps=2", "sampling.steps=2"]
     loaded = load_config(tmp_path / f"{name}.toml", overrides)
-    progress = cache_and_train(loaded)
-    assert (progress.step, progress.samples, progress.skipped) == (2, 4, 0)
+    train_two_steps(loaded)
     assert (loaded.train.output_dir / "exports" / "step-00000002" / "proof.json").is_file()
     events = {event["event"] for event in read_log(loaded.train.output_dir / "log.jsonl")}
     assert ({"eval", "sample"} <= events) == (name == "sd3_light_256")
@@ -116,10 +107,8 @@ def test_a_fine_tuning_recipe_runs_on_the_demo_model(
     demo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, data: str
 ) -> None:
     """All keys as shipped except paths, counts and the limits of the demo's encoders."""
-    monkeypatch.setattr(
-        "sd3_light.export.diffusers_folder.prove", lambda *_: {}
-    )  # LoRA exports are verified in tests/e2e
-    monkeypatch.setattr("sd3_light.export.adapter_folder.prove_adapter", lambda *_: {})
+    for prove in ("diffusers_folder.prove", "adapter_folder.prove_adapter"):  # verified in tests/e2e
+        monkeypatch.setattr(f"sd3_light.export.{prove}", lambda *_: {})
     dataset = (FOLDER / f"{name}_data.toml").read_text(encoding="utf-8")
     dataset = dataset.replace("[512]", "[64]").replace("[1024]", "[64]")
     (tmp_path / f"{name}_data.toml").write_text(dataset, encoding="utf-8")
@@ -127,8 +116,7 @@ def test_a_fine_tuning_recipe_runs_on_the_demo_model(
     write_dataset(tmp_path / "data" / data, 6, seed=1)
     overrides = ["max_steps=2", "micro_batch_size_per_gpu=2", "num_dataloader_workers=0", "model.t5_max_length=16"]
     loaded = load_config(tmp_path / f"{name}.toml", [*overrides, f'model.diffusers_path="{demo_folder / "model"}"'])
-    progress = cache_and_train(loaded)
-    assert (progress.step, progress.samples, progress.skipped) == (2, 4, 0)
+    train_two_steps(loaded)
     (export,) = (loaded.train.output_dir / "exports").iterdir()
     assert (export / "pytorch_lora_weights.safetensors").is_file() == (name != "finetune")
     assert (export / "model_index.json").is_file() == (name == "finetune")
@@ -149,8 +137,7 @@ def test_icons_recipes_grow_from_128_to_256(demo_folder: Path, tmp_path: Path, m
     for name in ("icons_128", "icons_256"):
         start = [f'model.init="{folder.parent}"' for folder in transformers] or ["cooldown_steps=1"]
         loaded = load_config(tmp_path / f"{name}.toml", [*overrides, *start])
-        progress = cache_and_train(loaded)
-        assert (progress.step, progress.samples, progress.skipped) == (2, 4, 0)
+        train_two_steps(loaded)
         transformers.append(loaded.train.output_dir / "exports" / "step-00000002" / "transformer")
     configs = [json.loads((folder / "config.json").read_text()) for folder in transformers]
     assert [config["sample_size"] for config in configs] == [16, 32]

@@ -129,13 +129,24 @@ class Browser:
         return message
 
 
+def assert_no_errors(browser: Browser) -> None:
+    """Nothing failed and nothing was logged since the page was opened."""
+    assert browser.events_of("Runtime.exceptionThrown") == []
+    assert browser.events_of("Log.entryAdded") == []
+
+
+def assert_asks_only(browser: Browser, server: str) -> None:
+    """The open page requested nothing but files of its server."""
+    urls = [event["request"]["url"] for event in browser.events_of("Network.requestWillBeSent")]
+    assert [url for url in urls if not url.startswith((server, "data:"))] == []
+
+
 def assert_self_contained(browser: Browser, page: Path) -> None:
     """The open page requested nothing but itself and logged nothing to the console."""
     urls = {event["request"]["url"].split(",")[0] for event in browser.events_of("Network.requestWillBeSent")}
     assert page.as_uri() in urls
     assert {url for url in urls - {page.as_uri()} if not url.startswith("data:image/")} == set()
-    assert browser.events_of("Log.entryAdded") == []
-    assert browser.events_of("Runtime.exceptionThrown") == []
+    assert_no_errors(browser)
     assert browser.events_of("Runtime.consoleAPICalled") == []
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.e2e.browser import Browser, start_browser
-from tests.project import Project
+from tests.project import Project, without_proofs
 
 PROMPT = "a small red circle to the left of a large blue square"
 SECRET = "0123456789abcdef-a-secret-key"
@@ -36,20 +36,11 @@ def open_page(browser: Browser, page: Path) -> Callable[..., Browser]:
     return show
 
 
-@pytest.fixture
-def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip the proof of exports, which takes 6 s."""
-    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
-
-
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory, cached_project: Project) -> Project:
     """A project with a finished run: 4 steps with evaluation, sample grids, a secret, and one proven export."""
-    from sd3_light.world import write_dataset
-
     project = cached_project.copy(tmp_path_factory.mktemp("finished") / "project")
-    write_dataset(project.folder / "held_out", 8, seed=2, held_out=True)
-    (project.folder / "eval.toml").write_text('resolutions = [64]\n[[directory]]\npath = "held_out"\n')
+    project.hold_out(8)
     text = project.train_toml.read_text().replace(
         'dataset = "data.toml"',
         'dataset = "data.toml"\neval_datasets = [{ name = "held_out", config = "eval.toml" }]\n'
@@ -74,7 +65,6 @@ WHOLE_STEPS = 15  # one epoch has 11
 def whole(tmp_path_factory: pytest.TempPathFactory, cached_project: Project) -> Project:
     """A project with an uninterrupted run of 15 steps and a checkpoint after each."""
     project = cached_project.copy(tmp_path_factory.mktemp("whole") / "project")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
+    with without_proofs():
         project.train(f"max_steps={WHOLE_STEPS}", "checkpoint_every_n_steps=1")
     return project

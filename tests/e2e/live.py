@@ -146,15 +146,6 @@ def descendants(process: int) -> list[int]:
     return processes
 
 
-def is_alive(process: int) -> bool:
-    """Return whether a process is running; a zombie is not."""
-    try:
-        status = Path(f"/proc/{process}/stat").read_text(encoding="utf-8")
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return status.rpartition(")")[2].split()[0] != "Z"
-
-
 def ranks(launched: TrainProcess) -> dict[int, int]:
     """Return rank -> process of the processes that torchrun started; loader workers inherit their parent's rank."""
     processes: dict[int, int] = {}

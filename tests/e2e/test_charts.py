@@ -10,12 +10,9 @@ import pytest
 
 from sd3_light.report.verb import write_run_page
 from sd3_light.ui.folders import folder_id
-from tests.e2e.browser import Browser, drag, press, touch
+from tests.e2e.browser import Browser, assert_no_errors, drag, press, touch
 from tests.e2e.ui_server import served
 from tests.waiting import wait_until
-
-pytest.importorskip("starlette", reason="needs starlette and uvicorn, the extra ui")
-pytest.importorskip("uvicorn", reason="needs starlette and uvicorn, the extra ui")
 
 STEPS = 3000
 HOSTILE = "</script><b>&'\" off=1"
@@ -59,8 +56,7 @@ def opened(browser: Browser, server: str, runs: Path) -> Iterator[Browser]:
     """The page of the first run."""
     show(browser, f"{server}/runs/{folder_id(runs / 'first')}")
     yield browser
-    assert browser.events_of("Runtime.exceptionThrown") == []
-    assert browser.events_of("Log.entryAdded") == []
+    assert_no_errors(browser)
 
 
 def show(browser: Browser, address: str, width: int = 1280) -> None:
@@ -247,8 +243,7 @@ def test_the_static_report_zooms_what_it_has(browser: Browser, runs: Path, tmp_p
     drag(browser, at(browser, 0.25), at(browser, 0.5))
     wait_for_zoom(browser, 1250, 1500)
     assert tip(browser, 0.5)[0] == "step 1,375"
-    assert browser.events_of("Runtime.exceptionThrown") == []
-    assert browser.events_of("Log.entryAdded") == []
+    assert_no_errors(browser)
 
 
 def test_an_interval_is_drawn_and_follows_the_zoom(opened: Browser) -> None:

@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 EDITS = ("flux_kontext", "qwen_image_edit", "qwen_image_edit_plus")  # of images that the journey does not have
 FAMILIES = ("sd3", *(name for name in PIPELINES if name not in EDITS))
 WITHOUT_LORA = ("prx",)  # stock pipelines that load no adapter
+MERGED = ("flux", "sana")  # with a guidance number, and without
 EXPORT = f"exports/step-{STEPS:08}"
 
 
@@ -110,12 +111,19 @@ def test_the_stock_pipeline_draws_the_images_of_the_export(family: str, journey:
         stock = journey.stock_image(journey.model, out)
     assert np.array_equal(ours, stock)
     assert not np.array_equal(ours, plain)
+    if family in MERGED:
+        merged = journey.folder / "merged"
+        journey.command("lora", "merge", journey.model, merged, out)
+        journey.command("lora", "extract", journey.model, merged, journey.folder / "lora.safetensors", "--rank", 2)
 
 
-def test_a_report_is_written_without_words_of_another_family(family: str, journey: Journey, trained: Path) -> None:
+def test_a_run_is_evaluated_and_reported_without_words_of_another_family(
+    family: str, journey: Journey, trained: Path
+) -> None:
     page = journey.folder / "report.html"
     journey.command("report", trained, "--out", page)
     assert page.stat().st_size > 1000
+    assert "flow" in journey.command("evaluate", trained, "--config", journey.toml)
     tomls = "".join(path.read_text() for path in sorted(journey.folder.glob("*.toml")))
     card = (trained / EXPORT / "README.md").read_text()
     if family != "sd3":

@@ -20,7 +20,7 @@ from sd3_light.journeys import cache_then_train
 from sd3_light.recipes import FOLDER as RECIPES
 from sd3_light.runlog import read_log
 from sd3_light.world import write_dataset
-from tests.project import quick_caching
+from tests.project import quick_caching, without_proofs
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "demo_pretrain.json"
 NUM_IMAGES, HELD_OUT, STEPS = 256, 32, 40
@@ -46,8 +46,7 @@ def make_recipe(folder: Path) -> Path:
 
 def measure(recipe: Path, run: str, *overrides: str) -> Numbers:
     """Train the recipe; return one row of `COLUMNS` per step, and the final evaluation."""
-    with pytest.MonkeyPatch.context() as patch, quick_caching():
-        patch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
+    with without_proofs(), quick_caching():
         cache_then_train(load_config(recipe, (*OVERRIDES, f'output_dir="{run}"', *overrides)), Launch())
     events = list(read_log(recipe.parent / run / "log.jsonl"))
     steps = [event for event in events if event["event"] == "step"]

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.core.registry import family_named, starting_weights
 from sd3_light.train.verb import Resume
-from tests.e2e.equal import assert_same_checkpoint
+from tests.checkpoints import assert_same_checkpoint
 from tests.project import Project
 
 pytestmark = pytest.mark.usefixtures("unproven")

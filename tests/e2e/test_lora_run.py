@@ -27,8 +27,7 @@ from sd3_light.model.lora_layers import is_lora_name
 from sd3_light.model.part_configs import WEIGHTS_STEM
 from sd3_light.report import verb as report
 from sd3_light.train.verb import Resume
-from sd3_light.world import write_dataset
-from tests.e2e.equal import assert_same_checkpoint
+from tests.checkpoints import assert_same_checkpoint
 from tests.poisoned import poison
 from tests.project import Project
 
@@ -59,8 +58,7 @@ def file_of(project: Project, step: int = STEPS, run: str = "run") -> Path:
 def tuned(tmp_path_factory: pytest.TempPathFactory, cached_project: Project) -> Project:
     """A finished LoRA run with evaluation, grids, dropout, EMA and a proven export."""
     project = use_adapter(cached_project.copy(tmp_path_factory.mktemp("tuned") / "project"))
-    write_dataset(project.folder / "held_out", 4, seed=2, held_out=True)
-    (project.folder / "eval.toml").write_text('resolutions = [64]\n[[directory]]\npath = "held_out"\n')
+    project.hold_out(4)
     text = project.train_toml.read_text()
     text = text.replace("seed = 3\n", 'seed = 3\neval_datasets = ["eval.toml"]\neval_every_n_steps = 5\n')
     text += f'\n[sampling]\nprompts = ["{PROMPT}"]\nevery_n_steps = 5\nsteps = 2\n'
@@ -101,22 +99,17 @@ def test_it_is_evaluated_sampled_and_reported(tuned: Project) -> None:
     assert base["eval"]["flow"] != pytest.approx(trained, rel=1e-3)
 
 
-def test_the_export_command_writes_the_same_or_names_the_cause(tuned: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sd3_light.export.adapter_folder.prove_adapter", lambda *_: {})
+def test_the_export_command_writes_the_same_or_names_the_cause(tuned: Project, unproven: None) -> None:
     same = export.run(tuned.run, tuned.folder / "again") / file_of(tuned).name
     assert same.read_bytes() == file_of(tuned).read_bytes()
     raw = export.run(tuned.run, tuned.folder / "raw", weights="raw") / file_of(tuned).name
     assert raw.read_bytes() != file_of(tuned).read_bytes()
     out = tuned.folder / "failed"
     for name, error, message in (
-        (
-            "write_adapter_file",
-            UserError("lora_A is too large; choose bfloat16"),
-            "lora_A is too large; choose bfloat16",
-        ),
+        ("write_adapter_file", UserError("lora_A is too large"), "lora_A is too large"),
         ("prove_adapter", ProofError("it differs by 1.0"), "it differs by 1.0. The run is unchanged"),
     ):
-        with monkeypatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(f"sd3_light.export.adapter_folder.{name}", Mock(side_effect=error))
             with pytest.raises(UserError) as raised:
                 export.run(tuned.run, out)
@@ -124,9 +117,8 @@ def test_the_export_command_writes_the_same_or_names_the_cause(tuned: Project, m
         assert not out.exists()
 
 
-def test_an_interrupted_run_resumes_exactly(tuned: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_resumes_exactly(tuned: Project, unproven: None) -> None:
     """With dropout, which is seeded by step and micro-batch; activation checkpointing changes nothing."""
-    monkeypatch.setattr("sd3_light.export.adapter_folder.prove_adapter", lambda *_: {})
     start = tuned.run / "checkpoints" / checkpoint_name(2)
     overrides = ('output_dir="resumed"', "activation_checkpointing=true")
     tuned.train(*overrides, resume=Resume(start))
@@ -146,10 +138,9 @@ def test_an_interrupted_run_resumes_exactly(tuned: Project, monkeypatch: pytest.
     ],
 )
 def test_blocks_in_host_memory_change_no_bit(
-    tuned: Project, monkeypatch: pytest.MonkeyPatch, keys: tuple[str, ...]
+    tuned: Project, monkeypatch: pytest.MonkeyPatch, unproven: None, keys: tuple[str, ...]
 ) -> None:
     """Losses, weights, moments, averages, validation, grids and exports, from a checkpoint on."""
-    monkeypatch.setattr("sd3_light.export.adapter_folder.prove_adapter", lambda *_: {})
     needed = poison(monkeypatch)
     run = f"swapped{len(keys)}"
     start = tuned.run / "checkpoints" / checkpoint_name(2)
@@ -164,8 +155,7 @@ def test_blocks_in_host_memory_change_no_bit(
     assert losses[0] == losses[1]
 
 
-def test_a_run_starts_from_another_adapter(tuned: Project, project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sd3_light.export.adapter_folder.prove_adapter", lambda *_: {})
+def test_a_run_starts_from_another_adapter(tuned: Project, project: Project, unproven: None) -> None:
     start = f'rank = 4\nalpha = 2.0\ninit_from_existing = "{file_of(tuned).parent}"'
     use_adapter(project, start).train("max_steps=1", "optimizer.lr=1e-30")
     before, after = read_lora(file_of(tuned)).modules, read_lora(file_of(project, 1)).modules
@@ -188,8 +178,7 @@ def test_a_run_on_a_quantized_base_exports_for_the_full_model(project: Project, 
 
 
 @pytest.mark.parametrize("kind", ["lokr", pytest.param("loha", marks=pytest.mark.slow)])
-def test_other_kinds_train_and_are_saved(project: Project, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setattr("sd3_light.export.adapter_folder.prove_adapter", lambda *_: {})
+def test_other_kinds_train_and_are_saved(project: Project, unproven: None, kind: str) -> None:
     use_adapter(project, f'type = "{kind}"\nrank = 4').train("max_steps=2")
     (file,) = project.run.glob("exports/step-*/adapter.safetensors")
     assert all(name.startswith("lycoris_transformer_blocks_") for name in load_file(file))
@@ -239,18 +228,3 @@ def command(*words: object) -> None:
     """Run a command in this process."""
     result = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
     assert result.exit_code == 0, result.output
-
-
-def test_freezing_by_pattern_in_full_fine_tuning(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Frozen weights stay unchanged, bit for bit, and are part of the export."""
-    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
-    use_adapter(project)
-    project.train_toml.write_text(project.train_toml.read_text().partition("[adapter]")[0])
-    project.train("max_steps=1", 'freeze=["transformer_blocks.[0-2].*", "*embed*"]')
-    before = SD3Transformer2DModel.from_pretrained(DEMO / "transformer", dtype=torch.float32).state_dict()
-    after = SD3Transformer2DModel.from_pretrained(
-        project.run / "exports" / checkpoint_name(1) / "transformer"
-    ).state_dict()
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed
-    assert all(name.startswith(("transformer_blocks.3.", "norm_out.", "proj_out.")) for name in changed)

@@ -1,7 +1,9 @@
-"""Caches built at a URL, from images at a URL, equal those of a folder: resumed, repaired, updated and in parts."""
+"""Caches built at a URL, from images at a URL, equal those of a folder: resumed, repaired, updated and in parts; and
+training from them equals training from a folder."""
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +28,8 @@ from tests.object_store import ObjectStore, object_store
 from tests.project import Project
 from tests.remote_project import RemoteProject, content, local_content
 
+OPTIONS = ("stream_cache_dir=another", "caching_num_workers=0")
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ObjectStore]:
@@ -45,6 +49,26 @@ def store(server: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Obje
 @pytest.fixture
 def project(tmp_path: Path, cached_project: Project, store: ObjectStore) -> RemoteProject:
     return RemoteProject(cached_project, store, tmp_path / "project")
+
+
+@pytest.fixture
+def copied(project: RemoteProject, cached_project: Project, store: ObjectStore) -> RemoteProject:
+    """A project whose cache was copied into the bucket."""
+    store.put(cached_project.cache, project.url.removeprefix(f"{store.url}/"))
+    return project
+
+
+def change_caption(images: Path) -> bytes:
+    """Return the caption table with one caption changed."""
+    captions = json.loads((images / "captions.json").read_text(encoding="utf-8"))
+    captions[sorted(captions)[5]][0] = "something else"
+    return json.dumps(captions).encode()
+
+
+def has_complete_shards(files: dict[str, bytes]) -> bool:
+    """Return whether every shard has its side files."""
+    shards = [name[:-11] for name in files if name.endswith(".safetensors")]
+    return all(f"{name}{suffix}" in files for name in shards for suffix in ("json", "arrow"))
 
 
 def writes(store: ObjectStore) -> list[str]:
@@ -81,8 +105,7 @@ def test_a_broken_build_continues_where_it_stopped(
             project.build(f"machine-{most}")
         files = store.get(project.url)
         assert MANIFEST not in files
-        for name in files:  # a shard never exists without its files
-            assert not name.endswith(".safetensors") or {name[:-11] + "json", name[:-11] + "arrow"} <= files.keys()
+        assert has_complete_shards(files)
     store.reset()
     assert 0 < project.build("fresh") < 40
     assert content(store.get(project.url)) == local_content(cached_project)
@@ -136,49 +159,40 @@ def test_a_changed_bucket_updates_the_cache(
 
 @pytest.mark.parametrize("builders", ["one", "parts", "ray"])
 def test_a_changed_caption_is_all_that_is_encoded(
-    project: RemoteProject, cached_project: Project, store: ObjectStore, tmp_path: Path, builders: str
+    copied: RemoteProject, cached_project: Project, store: ObjectStore, tmp_path: Path, builders: str
 ) -> None:
     """On another machine than that of the first build; old shards are fetched from the store and copied from."""
     local = cached_project.copy(tmp_path / "local")
-    store.put(local.cache, project.url.removeprefix(f"{store.url}/"))
-    captions = json.loads((local.images / "captions.json").read_text(encoding="utf-8"))
-    name = sorted(captions)[5]
-    captions[name][0] = "something else"
-    (local.images / "captions.json").write_text(json.dumps(captions), encoding="utf-8")
-    store.files.pipe_file(f"{project.source}/captions.json", (local.images / "captions.json").read_bytes())
+    captions = change_caption(local.images)
+    (local.images / "captions.json").write_bytes(captions)
+    store.files.pipe_file(f"{copied.source}/captions.json", captions)
     (expected,) = local.build_cache()
     assert (expected.values.images, expected.values.captions) == (0, 1)
     if builders == "parts":
         for part in range(3):
-            project.build(f"machine-{part}", part=(part, 3))
-        project.build("end", finish=True)
+            copied.build(f"machine-{part}", part=(part, 3))
+        copied.build("end", finish=True)
     elif builders == "ray":
         with fake_ray.installed_ray(CPU=3.0):
-            project.build("another", ray="")
+            copied.build("another", ray="")
     else:
-        options = ("stream_cache_dir=another", "caching_num_workers=0")
-        (report,) = project.build_cache(*options, at_url=True)
+        (report,) = copied.build_cache(*OPTIONS, at_url=True)
         assert report.values == expected.values
-    built = store.get(project.url)
+    built = store.get(copied.url)
     assert content(built) == local_content(local)
     assert not [key for key in built if "reuse-" in key]
 
 
 @pytest.mark.slow
 def test_a_damaged_old_shard_at_a_url_is_not_copied_from(
-    project: RemoteProject, cached_project: Project, store: ObjectStore, capsys: pytest.CaptureFixture[str]
+    copied: RemoteProject, cached_project: Project, store: ObjectStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    store.put(cached_project.cache, project.url.removeprefix(f"{store.url}/"))
-    captions = json.loads((cached_project.images / "captions.json").read_text(encoding="utf-8"))
-    name = sorted(captions)[5]
-    captions[name][0] = "something else"
-    store.files.pipe_file(f"{project.source}/captions.json", json.dumps(captions).encode())
-    for path in store.get(project.url):
+    store.files.pipe_file(f"{copied.source}/captions.json", change_caption(cached_project.images))
+    for path in store.get(copied.url):
         if path.startswith("shards/images") and path.endswith(".safetensors"):
-            data = store.files.cat_file(f"{project.url}/{path}")
-            store.files.pipe_file(f"{project.url}/{path}", data[:-1] + b"?")
-    options = ("stream_cache_dir=another", "caching_num_workers=0")
-    (report,) = project.build_cache(*options, at_url=True)
+            data = store.files.cat_file(f"{copied.url}/{path}")
+            store.files.pipe_file(f"{copied.url}/{path}", data[:-1] + b"?")
+    (report,) = copied.build_cache(*OPTIONS, at_url=True)
     assert report.values.images == report.encoded > 0
     assert "is missing or damaged; its samples are encoded again" in " ".join(capsys.readouterr().err.split())
 
@@ -202,25 +216,6 @@ def test_a_manifest_of_another_run_is_not_overwritten(
     assert store.files.cat_file(f"{project.url}/{MANIFEST}") == b"{}"
     assert project.build() == 0
     assert json.loads(store.files.cat_file(f"{project.url}/{MANIFEST}"))["counts"]["used"] == 40
-
-
-@pytest.mark.slow
-def test_parts_of_an_array_job(project: RemoteProject, cached_project: Project, store: ObjectStore) -> None:
-    project.build(dry_run=True)  # one job lists the bucket for all
-    store.requests.clear()
-    encoded = project.build("a", part=(0, 3))
-    store.fails = lambda method, path: method == "PUT" and path.endswith(".safetensors")
-    with pytest.raises(UserError, match="cannot write"):
-        project.build("b", part=(1, 3))
-    store.reset()
-    encoded += project.build("c", part=(2, 3))
-    with pytest.raises(UserError, match=r"shards are missing, such as .*; run the parts \(--part I/N\) that failed"):
-        project.build("d", finish=True)
-    assert MANIFEST not in store.get(project.url)
-    encoded += project.build("e", part=(1, 3))
-    assert encoded == 40
-    assert project.build("d", finish=True) == 0
-    assert content(store.get(project.url)) == local_content(cached_project)
 
 
 class Killer:
@@ -269,8 +264,7 @@ def test_a_build_killed_at_any_moment_ends(project: RemoteProject, cached_projec
             assert json.loads(files.get(MANIFEST, b'{"counts": {"used": 40}}'))["counts"]["used"] == 40
         else:
             assert MANIFEST not in files
-        for name in files:  # a shard never exists without its files
-            assert not name.endswith(".safetensors") or {name[:-11] + "json", name[:-11] + "arrow"} <= files.keys()
+        assert has_complete_shards(files)
     run_command(project, store)
     assert content(store.get(project.url)) == local_content(cached_project)
 
@@ -284,9 +278,15 @@ def test_an_array_job_with_a_killed_part_trains_like_a_local_cache(
     for part in range(3):
         if part == 1:
             run_command(project, store, "--part", "1/3", killer=Killer(project.folder / "pid.txt", 1, ".arrow", True))
+            with pytest.raises(
+                UserError, match=r"shards are missing, such as .*; run the parts \(--part I/N\) that fail"
+            ):
+                project.build("another", finish=True)
+            assert MANIFEST not in store.get(project.url)
         run_command(project, store, "--part", f"{part}/3")
     run_command(project, store, "--finish")
     assert content(store.get(project.url)) == local_content(cached_project)
+    assert project.build("another") == 0
     local = cached_project.copy(tmp_path / "local")
     for each in (local, project):
         each.train("max_steps=2")
@@ -312,3 +312,32 @@ def test_a_large_manifest_at_a_url(
     assert second.counts["used"] == 39
     with opened(project.url, 3, seed=0) as (folder, samples):
         assert inspect.run(folder, samples=samples).samples == 39
+
+
+@pytest.mark.usefixtures("unproven")
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
+def test_a_run_from_a_url_equals_the_run_from_the_folder(
+    copied: RemoteProject, cached_project: Project, tmp_path: Path, workers: int
+) -> None:
+    local = cached_project.copy(tmp_path / "local")
+    local.train("max_steps=2")
+    copied.train("max_steps=2", f"num_dataloader_workers={workers}")
+    assert list(copied.losses()) == [1, 2]
+    assert copied.losses() == local.losses()
+    assert list((copied.folder / "machine").glob("*.safetensors"))
+    assert not copied.cache.exists()
+
+
+def test_what_cannot_train_is_reported_and_no_cache_is_built_at_a_url(copied: RemoteProject) -> None:
+    with pytest.raises(UserError, match=r"stream_cache_gb = 1e-06 is too small for the shards .* set [\d.]+ or more"):
+        copied.train("max_steps=2", "stream_cache_gb=1e-6")
+    with pytest.raises(UserError, match="t5_max_length"):
+        copied.train("model.t5_max_length=8")
+    other = Path(shutil.copytree(copied.model, copied.folder / "other"))
+    config = other / "vae" / "config.json"
+    config.write_text(config.read_text().replace("{", '{\n  "note": "another",', 1))
+    with pytest.raises(UserError, match="vae"):
+        copied.train(f'model.diffusers_path="{other}"')
+    with pytest.raises(UserError, match=r"no cache at s3://builds/none.* build it with `sd3-light cache CONFIG`"):
+        copied.train("cache_dir=s3://builds/none")
+    assert copied.build_cache() == []

@@ -19,10 +19,8 @@ from sd3_light.evaluate import verb as evaluate
 from sd3_light.export.proof import ProofError
 from sd3_light.train import verb as train_stage
 from sd3_light.train.verb import Resume
-from sd3_light.world import write_dataset
 from tests.cases import combinations
-from tests.checkpoints import read_checkpoint
-from tests.e2e.equal import assert_same_checkpoint
+from tests.checkpoints import assert_same_checkpoint, read_checkpoint
 from tests.project import Project
 
 pytestmark = pytest.mark.usefixtures("unproven")
@@ -130,17 +128,6 @@ def test_a_resumed_run_equals_the_uninterrupted_run(
     assert_same_checkpoint(checkpoint(project, STEPS, "resumed"), checkpoint(whole, STEPS))
 
 
-def test_resuming_without_a_checkpoint_starts_the_run(whole: Project, project: Project) -> None:
-    """The same command works for the first start."""
-    assert sorted(whole.losses()) == list(range(1, STEPS + 1))
-    assert len(set(whole.losses().values())) == STEPS
-    assert whole.events("start")[0]["steps_per_epoch"] == EPOCH
-    project.train(*settings(max_steps=4), resume=Resume())
-    assert [event["step"] for event in project.events("start", "resumed")] == [0]
-    assert numbers(project, "resumed", 0) == numbers(whole, "run", 0)[:4]
-    assert_same_checkpoint(checkpoint(project, 4, "resumed"), checkpoint(whole, 4))
-
-
 def test_log_averages_over_several_steps_survive_a_resume(project: Project) -> None:
     """The sums since the last log line are in the checkpoint."""
     overrides = {"max_steps": 8, "logging_steps": 4, "checkpoint_every_n_steps": 3}
@@ -153,13 +140,14 @@ def test_log_averages_over_several_steps_survive_a_resume(project: Project) -> N
         assert resumed[key] == uninterrupted[key], key
 
 
-@pytest.mark.parametrize(
-    "killed", [pytest.param(7, id="after a checkpoint"), pytest.param(2, id="before the first", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("killed", [7, 2], ids=["after a checkpoint", "before the first"])
 def test_a_killed_run_resumes_from_its_newest_checkpoint(
     whole: Project, project: Project, monkeypatch: pytest.MonkeyPatch, killed: int
 ) -> None:
-    last = 9
+    """Without a checkpoint the same command starts the run."""
+    assert sorted(whole.losses()) == list(range(1, STEPS + 1))
+    assert len(set(whole.losses().values())) == STEPS
+    last = killed + 2
     overrides = settings("run", max_steps=last, checkpoint_every_n_steps=3)
     with monkeypatch.context() as patch:
         kill_after(patch, killed)
@@ -183,7 +171,7 @@ def test_an_incomplete_checkpoint_is_skipped(whole: Project, project: Project) -
     assert numbers(project, "resumed", 0) == numbers(whole, "run", 4)[:4]
 
 
-def test_a_damaged_checkpoint_is_reported(whole: Project, project: Project) -> None:
+def test_a_damaged_checkpoint_is_reported_and_a_restart_sets_it_aside(whole: Project, project: Project) -> None:
     copy = Path(shutil.copytree(checkpoint(whole, 4), project.folder / "damaged"))
     file = copy / "rank-00000.safetensors"
     data = bytearray(file.read_bytes())
@@ -191,9 +179,6 @@ def test_a_damaged_checkpoint_is_reported(whole: Project, project: Project) -> N
     file.write_bytes(data)
     with pytest.raises(UserError, match=rf"checkpoint {copy} is damaged"):
         project.train(*settings(), resume=Resume(copy))
-
-
-def test_a_restart_trains_from_the_beginning(whole: Project, project: Project) -> None:
     shutil.copytree(checkpoint(whole, 4), checkpoint(project, 4, "resumed"))
     (checkpoint(project, 4, "resumed") / "rank-00000.safetensors").write_bytes(b"damaged")
     with pytest.raises(UserError, match=r"step-00000004 \(rank-00000.safetensors has 7 of \d+ bytes\).*--restart"):
@@ -237,7 +222,9 @@ def test_a_failed_export_is_made_when_the_run_is_resumed(project: Project, monke
     assert [event["step"] for event in project.events("step")] == [1, 2]
 
 
-def test_a_finished_run_is_not_resumed(whole: Project, project: Project, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_is_neither_resumed_nor_overwritten(
+    whole: Project, project: Project, capfd: pytest.CaptureFixture[str]
+) -> None:
     done = project.train(*settings(), resume=Resume(checkpoint(whole, STEPS)))
     assert done.step == STEPS
     line = f"already finished: step {STEPS} of {STEPS}; raise max_steps or epochs to train more"
@@ -245,9 +232,6 @@ def test_a_finished_run_is_not_resumed(whole: Project, project: Project, capfd: 
     assert line in output
     assert not any(text.startswith(("finished:", "train: ")) for text in output)
     assert project.events("step", "resumed") == []
-
-
-def test_a_run_does_not_overwrite_another(whole: Project) -> None:
     before = (whole.run / "log.jsonl").read_bytes()
     with pytest.raises(UserError, match=rf"{whole.run} holds a run \(step-00000015\); continue it with --resume"):
         whole.train()
@@ -371,8 +355,7 @@ def test_gradient_accumulation_gives_the_same_steps(whole: Project, project: Pro
 
 def test_two_evaluations_of_the_same_weights_are_identical(project: Project) -> None:
     """Twice in one process, with workers, and later from the export."""
-    write_dataset(project.folder / "held_out", 3, seed=2, held_out=True)
-    (project.folder / "eval.toml").write_text('resolutions = [64]\n[[directory]]\npath = "held_out"\n')
+    project.hold_out(3)
     sets = 'eval_datasets=[{name="one", config="eval.toml"}, {name="two", config="eval.toml"}]'
     overrides = (sets, "eval_every_n_steps=2")
     project.train(*settings("run", max_steps=2), *overrides, "eval_before_first_step=true")

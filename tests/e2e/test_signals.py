@@ -23,8 +23,9 @@ import torch
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.cli import RESUMABLE, launch
 from tests.checkpoints import read_checkpoint
-from tests.e2e.live import Log, TrainProcess, arguments, descendants, is_alive, leftovers
+from tests.e2e.live import Log, TrainProcess, arguments, descendants, leftovers
 from tests.project import Project
+from tests.waiting import is_running
 
 RESUME = "--resume_from_checkpoint"
 ENDLESS = {"max_steps": 1_000_000, "checkpoint_every_n_steps": 1_000_000}
@@ -87,7 +88,7 @@ def workers_then_ctrl_c(project: Project) -> Session:
         live.wait_for_event("checkpoint", number=1)
         workers = descendants(live.pid)
         live.stop(signal.SIGINT, group=True)
-        alive = [worker for worker in workers if is_alive(worker)]
+        alive = [worker for worker in workers if is_running(worker)]
         return ended_session(live, workers=workers, alive=alive, broken=broken, unfinished=unfinished)
 
 

@@ -13,10 +13,9 @@ from safetensors.torch import load_file
 
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.cli import RESUMABLE
-from tests.checkpoints import read_checkpoint
-from tests.e2e.equal import assert_same_checkpoint
+from tests.checkpoints import assert_same_checkpoint, read_checkpoint
 from tests.e2e.live import TrainProcess, leftovers
-from tests.project import Project
+from tests.project import Project, without_proofs
 
 EVERY = 4  # steps between two checkpoints
 SESSION_STEPS = 24  # steps per session on average: a full disk alone takes up to ten
@@ -122,8 +121,7 @@ def _incomplete_checkpoint(live: TrainProcess) -> Path | None:
 
 def train_reference(soak: Soak, project: Project) -> None:
     """Train without interruptions, in this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
+    with without_proofs():
         project.train(*(f"{key}={value}" for key, value in soak.settings().items()))
 
 

@@ -10,7 +10,9 @@ from sd3_light.runlog import read_log
 from sd3_light.ui.folders import folder_id
 from tests.e2e.browser import (
     Browser,
+    assert_asks_only,
     assert_fits_width,
+    assert_no_errors,
     assert_readable_in_both_schemes,
     choose_option,
     click_at,
@@ -22,9 +24,6 @@ from tests.e2e.browser import press as press_key
 from tests.e2e.ui_server import served
 from tests.project import Project
 from tests.waiting import wait_until
-
-pytest.importorskip("starlette", reason="needs starlette and uvicorn, the extra ui")
-pytest.importorskip("uvicorn", reason="needs starlette and uvicorn, the extra ui")
 
 MANY = 20_000
 
@@ -47,16 +46,17 @@ def show(browser: Browser, **fields: str) -> None:
 
 
 def keys(browser: Browser) -> list[str]:
-    listed = browser.evaluate("JSON.stringify([...document.querySelectorAll('.sample')].map(each => each.dataset.key))")
-    return list(json.loads(listed))
+    return list(browser.evaluate("[...document.querySelectorAll('.sample')].map(each => each.dataset.key)"))
 
 
-def open_dataset(browser: Browser, address: str, toml: Path) -> None:
-    """Open a dataset as a reader does who has opened the address of the server."""
+def list_dataset(browser: Browser, address: str, toml: Path) -> None:
+    """Open a dataset as a reader does who has opened the address of the server, and list its images."""
     browser.open_address(address)
     press(browser, "Data")
     click_at(browser, f"document.querySelector('a[href=\"/datasets/{folder_id(toml)}\"]')")
     wait_for(browser, "document.querySelector('#continue') !== null")
+    press(browser, "List images")
+    wait_for(browser, "document.querySelectorAll('.sample').length > 0 && !document.querySelector('#job p')")
 
 
 def write_caption(browser: Browser, text: str) -> None:
@@ -79,9 +79,7 @@ def test_fix_captions_see_what_is_encoded_again_and_resume(browser: Browser, pro
     project.train()
     name, before = rows[-1]["file_name"], table.read_text(encoding="utf-8")
     with served(project.folder) as address:
-        open_dataset(browser, address, project.data_toml)
-        press(browser, "List images")
-        wait_for(browser, "document.querySelectorAll('.sample').length > 0 && !document.querySelector('#job p')")
+        list_dataset(browser, address, project.data_toml)
         for measure, sort, badge in (("Measure PSNR", "PSNR", " dB"), ("Find cut captions", "", "")):
             press(browser, measure)
             wait_for(browser, "!document.querySelector('#job p')")
@@ -135,9 +133,7 @@ def test_find_and_fix_captions(browser: Browser, tmp_path: Path, monkeypatch: py
     fake.chmod(0o755)
     bad = count // 100
     with served(tmp_path) as address:
-        open_dataset(browser, address, tmp_path / "data.toml")
-        press(browser, "List images")
-        wait_for(browser, "document.querySelectorAll('.sample').length > 0 && !document.querySelector('#job p')")
+        list_dataset(browser, address, tmp_path / "data.toml")
         wait_for(browser, f"document.querySelector('#total').textContent === '{count - 1:,} samples'")
         show(browser, where="caption_length < 5")
         assert keys(browser) == ["images#0/00012.png"]
@@ -176,26 +172,20 @@ def test_the_pages_fit_and_are_readable(browser: Browser, tmp_path: Path) -> Non
     (tmp_path / f"images/{'long' * 30}.txt").write_text("word" * 300, encoding="utf-8")
     with served(tmp_path) as address:
         page = f"{address}/datasets/{folder_id(tmp_path / 'data.toml')}"
-        open_dataset(browser, address, tmp_path / "data.toml")
-        press(browser, "List images")
-        wait_for(browser, "document.querySelectorAll('.sample').length > 0 && !document.querySelector('#job p')")
+        list_dataset(browser, address, tmp_path / "data.toml")
         for query in ("", "?show=rejected", "?show=duplicates", "?tags=1&sort=caption+length&order=descending"):
             for width in (390, 1280):
                 browser.open_address(page + query, width)
                 assert_fits_width(browser, width)
-            urls = [event["request"]["url"] for event in browser.events_of("Network.requestWillBeSent")]
-            assert [url for url in urls if not url.startswith((address, "data:"))] == []
-            assert browser.events_of("Runtime.exceptionThrown") == []
-            assert browser.events_of("Log.entryAdded") == []
+            assert_asks_only(browser, address)
+            assert_no_errors(browser)
             assert_readable_in_both_schemes(browser, page + query)
 
 
 def test_a_caption_that_changed_elsewhere_is_shown_as_an_error(browser: Browser, tmp_path: Path) -> None:
     write_images(tmp_path, 20)
     with served(tmp_path) as address:
-        open_dataset(browser, address, tmp_path / "data.toml")
-        press(browser, "List images")
-        wait_for(browser, "document.querySelectorAll('.sample').length > 0 && !document.querySelector('#job p')")
+        list_dataset(browser, address, tmp_path / "data.toml")
         click_at(browser, "document.querySelector('.edited .edit')")
         wait_for(browser, "document.querySelector('.edited textarea') !== null")
         (tmp_path / "images/00000.txt").write_text("theirs", encoding="utf-8")

@@ -11,15 +11,18 @@ import pytest
 from sd3_light.assets import DEMO
 from sd3_light.sample.png import read_png_facts
 from sd3_light.ui.folders import folder_id
-from tests.e2e.browser import Browser, assert_readable_in_both_schemes, press, wait_for
+from tests.e2e.browser import (
+    Browser,
+    assert_asks_only,
+    assert_no_errors,
+    assert_readable_in_both_schemes,
+    press,
+    wait_for,
+)
 from tests.e2e.ui_server import served
 from tests.families import save_pipeline
 from tests.unit.ui.conftest import write_run
 from tests.unit.ui.test_evaluation_pages import write_evaluation
-
-pytest.importorskip("starlette", reason="needs starlette and uvicorn, the extra ui")
-pytest.importorskip("uvicorn", reason="needs starlette and uvicorn, the extra ui")
-
 
 READ_ONLY_PAGES = ["Runs", "Queue", "Evaluations", "Data"]
 
@@ -51,8 +54,7 @@ def test_pages_request_only_their_server_fit_and_are_readable(browser: Browser, 
             browser.open_address(server + path, width)
             browser.evaluate("document.querySelectorAll('details').forEach(node => { node.open = true; })")
             assert browser.evaluate("document.documentElement.scrollWidth") <= width, path
-        urls = [event["request"]["url"] for event in browser.events_of("Network.requestWillBeSent")]
-        assert [url for url in urls if not url.startswith((server, "data:"))] == []
+        assert_asks_only(browser, server)
         assert browser.events_of("Runtime.exceptionThrown") == []
         if path != "/runs/none":
             assert browser.events_of("Log.entryAdded") == []
@@ -66,8 +68,7 @@ def test_a_team_reads_runs_and_can_change_nothing(browser: Browser, runs: Path, 
             browser.open_address(address + path)
             assert browser.evaluate("document.querySelectorAll('form[method=post]').length") == 0, path
             assert browser.evaluate("[...document.querySelectorAll('nav.site a')].map(a => a.text)") == READ_ONLY_PAGES
-            assert browser.events_of("Runtime.exceptionThrown") == []
-            assert browser.events_of("Log.entryAdded") == []
+            assert_no_errors(browser)
         assert browser.evaluate("document.querySelectorAll('.chart svg').length") > 0
         post = f"const request = new XMLHttpRequest(); request.open('POST', '/runs/{run}/stop', false); request.send();"
         assert browser.evaluate(f"(() => {{ {post} return request.status; }})()") in (404, 405)
@@ -131,7 +132,7 @@ def test_images_appear_in_the_playground_and_their_settings_return(browser: Brow
     )
     wait_for(browser, "document.querySelector('#state').textContent.startsWith('done')")
     wait_for(browser, "[...document.querySelectorAll('.drawn img')].every(image => image.naturalWidth > 0)")
-    alts = json.loads(browser.evaluate("JSON.stringify([...document.querySelectorAll('.drawn img')].map(i => i.alt))"))
+    alts = browser.evaluate("[...document.querySelectorAll('.drawn img')].map(image => image.alt)")
     assert [alt.rpartition(", ")[2] for alt in alts] == ["seed 4", "seed 5"]
     assert browser.evaluate("document.querySelector('#warnings').hidden")
     browser.evaluate(
@@ -156,7 +157,7 @@ def set_value(selector: str, value: object, kind: str = "change") -> str:
 
 
 OUTPUT = "document.querySelector('#matrix output').textContent"
-SOURCES = "JSON.stringify([...document.querySelectorAll('#matrix td img')].map(image => image.getAttribute('src')))"
+SOURCES = "[...document.querySelectorAll('#matrix td img')].map(image => image.getAttribute('src'))"
 
 
 def test_the_matrix_of_samples_moves_by_keys_and_keeps_its_address(browser: Browser, server: str, runs: Path) -> None:
@@ -170,11 +171,11 @@ def test_the_matrix_of_samples_moves_by_keys_and_keeps_its_address(browser: Brow
     browser.evaluate("document.querySelector('#matrix .slider input').focus()")
     press(browser, "ArrowLeft")
     moved = browser.evaluate(OUTPUT)
-    sources = json.loads(browser.evaluate(SOURCES))
+    sources = browser.evaluate(SOURCES)
     assert len(sources) == 8
     browser.open_address(browser.evaluate("location.href"))
     assert browser.evaluate(OUTPUT) == moved
-    assert json.loads(browser.evaluate(SOURCES)) == sources
+    assert browser.evaluate(SOURCES) == sources
     wait_for(browser, "[...document.querySelectorAll('#matrix td img')].every(image => image.naturalWidth > 0)")
     browser.evaluate(set_value("[name=rows]", "step"))
     assert browser.evaluate("document.querySelector('#matrix th[dir]:nth-child(1)').textContent").startswith("step")
@@ -224,8 +225,8 @@ def test_a_grid_of_two_axes_is_drawn_again_from_its_png(browser: Browser, tmp_pa
         axes = {"columns": "guidance", "columns_values": "1, 3", "rows": "shift", "rows_values": "1-5:4"}
         submit(browser, {"prompt": 'a "red" cat, 红', "seeds": str(2**62 + 1), **size, **axes})
         wait_for(browser, "document.querySelector('#state').textContent.startsWith('done')")
-        labels = "JSON.stringify([...document.querySelectorAll('.drawn th')].map(cell => cell.textContent))"
-        assert json.loads(browser.evaluate(labels)) == ["", "guidance 1", "guidance 3", "shift 1", "shift 5"]
+        labels = "[...document.querySelectorAll('.drawn th')].map(cell => cell.textContent)"
+        assert browser.evaluate(labels) == ["", "guidance 1", "guidance 3", "shift 1", "shift 5"]
         files = sorted((tmp_path / "playground").glob("[0-9]*.png"))
         assert len({path.read_bytes() for path in files}) == 4
         assert browser.evaluate("document.querySelector('#grid').hidden") is False

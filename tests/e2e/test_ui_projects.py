@@ -25,9 +25,6 @@ from tests.families import save_pipeline
 from tests.project import Project
 from tests.waiting import wait_until
 
-pytest.importorskip("starlette", reason="needs starlette and uvicorn, the extra ui")
-pytest.importorskip("uvicorn", reason="needs starlette and uvicorn, the extra ui")
-
 NUM_IMAGES = 20
 
 

@@ -16,9 +16,6 @@ from tests.e2e.ui_server import served
 from tests.unit.ui.conftest import write_run
 from tests.waiting import wait_until
 
-pytest.importorskip("starlette", reason="needs starlette and uvicorn, the extra ui")
-pytest.importorskip("uvicorn", reason="needs starlette and uvicorn, the extra ui")
-
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "ui.md"
 NAME = "gpu.example.org"
 TOKEN = "a-long-secret"

@@ -37,7 +37,7 @@ def scripts() -> Iterator[SimpleNamespace]:
     """The bench's modules."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))
-        names = ("world_prepare", "ablate", "speedrun", "common.world")
+        names = ("world_prepare", "ablate", "common.world")
         yield SimpleNamespace(**{name.removeprefix("common."): importlib.import_module(name) for name in names})
 
 
@@ -257,8 +257,7 @@ def test_a_speedrun_stops_at_its_target(
     rates = iter((0.25, 1.0))
     monkeypatch.setattr("sd3_light.evaluate.composition._rates", lambda verdicts: {"all": next(rates)})
     monkeypatch.setattr("sd3_light.checkpoint.requests.FILE_CHECK_SECONDS", 0.0)
-    toy = [word for change in (*TOY, "max_steps=50") for word in ("--set", change)]
-    call(bench.speedrun, bench.folder, "--name", "toy", *toy)
+    _ablate(bench, "--speedrun", "toy", "--set", "max_steps=50")
     record = json.loads((bench.folder / "records.jsonl").read_text(encoding="utf-8"))
     assert (record["right"], record["steps"], record["samples"]) == (1.0, 4, 16)
     assert 0 < record["minutes"] < 10

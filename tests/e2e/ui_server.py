@@ -5,7 +5,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
+from sd3_light.engines import Launch
 from tests.waiting import HANG_SECONDS, wait_until
+
+pytest.importorskip("starlette", reason="needs starlette and uvicorn, the extra ui")
+uvicorn = pytest.importorskip("uvicorn", reason="needs starlette and uvicorn, the extra ui")
 
 
 @contextmanager
@@ -17,9 +23,6 @@ def served(
     is_read_only: bool = False,
 ) -> Iterator[str]:
     """Serve a folder, with the queue in a state folder, to those with the token; yields the address."""
-    import uvicorn
-
-    from sd3_light.engines import Launch
     from sd3_light.ui.server import Site, make_app
 
     site = Site.of_folders([folder], models, folder / "playground", Launch)

@@ -23,6 +23,7 @@ from unittest.mock import patch
 from tests.fuzz.targets import TARGETS
 from tests.fuzz.world import World
 from tests.hostile import MEMORY_BYTES, Outcome, changes, run_cli, snapshot
+from tests.project import without_proofs
 
 FAILURES = Path("fuzz-failures")
 _PROCESS_SECONDS = 180  # a process starts by importing torch
@@ -59,7 +60,7 @@ def run_case(world: World, case: Case, folder: Path, in_process: bool = True) ->
         with patch("sd3_light.cli.app", partial(*command)):
             outcome = run_cli()
     elif in_process:
-        with patch("sd3_light.export.diffusers_folder.prove", return_value={}):  # it takes seconds
+        with without_proofs():
             outcome = run_cli(*command)
     else:
         outcome = _run_process([str(item) for item in command])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from sd3_light.config import ModelConfig
 from sd3_light.config.faults import UserError
 from sd3_light.encoding.host_copies import AsyncHostCopies
 from sd3_light.families.sd3.encoders import FrozenParts
@@ -15,9 +16,12 @@ pytestmark = pytest.mark.gpu
 CAPTIONS = [f"a {'small ' * (number % 7)}red circle number {number}" for number in range(150)]
 
 
-def make(folder: Path, device: str, **settings: Any) -> FrozenParts:
-    defaults = {"text_dtype": torch.float32, "t5_max_length": 16, "text_tokens": "real", "batch_size": 4}
-    return FrozenParts(folder, torch.device(device), **{**defaults, **settings})
+def make(
+    folder: Path, device: str, text_tokens: str = "real", one_at_a_time: bool | None = None, vae_dtype: str = "float32"
+) -> FrozenParts:
+    keys: dict[str, Any] = {"dtype": "float32", "t5_max_length": 16, "text_tokens": text_tokens, "vae_dtype": vae_dtype}
+    model = ModelConfig.model_construct(diffusers_path=folder, **keys)
+    return FrozenParts(model, torch.device(device), 4, one_at_a_time)
 
 
 def encode(parts: FrozenParts) -> dict[str, torch.Tensor]:

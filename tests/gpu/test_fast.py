@@ -18,7 +18,7 @@ from sd3_light.engines.prefetch import pin_host_memory, prefetch_steps
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.families.sd3.fast import reference
 from sd3_light.families.sd3.fast.fp8 import E4M3, Fp8Rows, Fp8Weight, multiply
-from sd3_light.families.sd3.fast.row_plan import RowPlan, make_plan
+from sd3_light.families.sd3.fast.row_layout import RowLayout, make_layout
 from sd3_light.families.sd3.fast.sample_attention import attend
 from sd3_light.families.sd3.module import SD3TrainingModule
 from sd3_light.families.sd3.random_weights import new_transformer
@@ -49,20 +49,20 @@ def assert_near(actual: Any, expected: Any, limit: float) -> None:
 
 
 @pytest.fixture(params=["padded", "real"])
-def plan(request: Any) -> RowPlan:
-    return make_plan(4, 70, 90, None if request.param == "padded" else [5, 90, 33, 1], CUDA)
+def layout(request: Any) -> RowLayout:
+    return make_layout(4, 70, 90, None if request.param == "padded" else [5, 90, 33, 1], CUDA)
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 6e-3)])
-def test_kernels_match_their_reference(plan: RowPlan, dtype: torch.dtype, limit: float) -> None:
-    count = plan.image.count + plan.text.count
-    streams = tuple(normal(rows.count, 3 * WIDTH, dtype=dtype) for rows in (plan.image, plan.text))
+def test_kernels_match_their_reference(layout: RowLayout, dtype: torch.dtype, limit: float) -> None:
+    count = layout.image.count + layout.text.count
+    streams = tuple(normal(rows.count, 3 * WIDTH, dtype=dtype) for rows in (layout.image, layout.text))
     norms = (normal(UNITS), normal(UNITS, seed=1))
-    joined = [ops.join(streams, (norms, norms), HEADS, plan) for ops in (kernels, reference)]
+    joined = [ops.join(streams, (norms, norms), HEADS, layout) for ops in (kernels, reference)]
     assert_near([part[:count] for part in joined[0]], [part[:count] for part in joined[1]], limit)
-    grads = tuple(normal(plan.capacity, HEADS, UNITS, dtype=dtype, seed=s) for s in range(3))
-    for rows, stream in zip((plan.image, plan.text), streams, strict=True):
-        modulation = normal(plan.samples, 5 * WIDTH, dtype=dtype)
+    grads = tuple(normal(layout.capacity, HEADS, UNITS, dtype=dtype, seed=s) for s in range(3))
+    for rows, stream in zip((layout.image, layout.text), streams, strict=True):
+        modulation = normal(layout.samples, 5 * WIDTH, dtype=dtype)
         shift, scale, gate = modulation.chunk(5, dim=1)[:3]
         x, y, dh = (normal(rows.count, WIDTH, dtype=dtype, seed=s) for s in range(3))
         pending = (y, normal(WIDTH), gate)
@@ -83,11 +83,11 @@ needs_fp8 = pytest.mark.skipif(
 
 
 @needs_fp8
-def test_fp8_kernels_match_their_reference(plan: RowPlan) -> None:
+def test_fp8_kernels_match_their_reference(layout: RowLayout) -> None:
     dtype, norms = torch.bfloat16, (normal(UNITS), normal(UNITS, seed=1))
-    grads = tuple(normal(plan.capacity, HEADS, UNITS, dtype=dtype, seed=s) for s in range(3))
-    for rows in (plan.image, plan.text):
-        shift, scale, gate = normal(plan.samples, 5 * WIDTH, dtype=dtype).chunk(5, dim=1)[:3]
+    grads = tuple(normal(layout.capacity, HEADS, UNITS, dtype=dtype, seed=s) for s in range(3))
+    for rows in (layout.image, layout.text):
+        shift, scale, gate = normal(layout.samples, 5 * WIDTH, dtype=dtype).chunk(5, dim=1)[:3]
         x, y, dh = (normal(rows.count, WIDTH, dtype=dtype, seed=s) for s in range(3))
         odd = y * torch.logspace(-30, 30, rows.count, device=CUDA).bfloat16()[:, None]
         odd[0] = 0.0
@@ -153,14 +153,14 @@ def test_training_in_fp8_follows_bf16(checkpointing: Any) -> None:
     assert curves[1][-2] < 0.9 * curves[1][0], "the loss falls"
 
 
-def test_attention_stays_within_a_sample(plan: RowPlan) -> None:
-    count = plan.image.count + plan.text.count
-    parts = [normal(plan.capacity, HEADS, UNITS, dtype=torch.bfloat16, seed=s).requires_grad_() for s in range(3)]
-    grad = normal(plan.capacity, HEADS, UNITS, dtype=torch.bfloat16, seed=9)
-    actual = attend(parts[0], parts[1], parts[2], plan)
+def test_attention_stays_within_a_sample(layout: RowLayout) -> None:
+    count = layout.image.count + layout.text.count
+    parts = [normal(layout.capacity, HEADS, UNITS, dtype=torch.bfloat16, seed=s).requires_grad_() for s in range(3)]
+    grad = normal(layout.capacity, HEADS, UNITS, dtype=torch.bfloat16, seed=9)
+    actual = attend(parts[0], parts[1], parts[2], layout)
     grads = torch.autograd.grad(actual, parts, grad)
     exact = [part.detach().float().requires_grad_() for part in parts]
-    starts = plan.starts.tolist()
+    starts = layout.starts.tolist()
     alone = [
         torch.nn.functional.scaled_dot_product_attention(
             *(part[a:b].transpose(0, 1)[None] for part in exact)

@@ -31,7 +31,7 @@ def images_of(folder: Path, dtype: torch.dtype, batch: int, device: torch.device
     compute_in(pipe, dtype)
     side = pipe.transformer.config.sample_size * pipe.vae_scale_factor
     requests = [ImageRequest(prompt, seed, side, side) for seed, prompt in enumerate(PROMPTS)]
-    images = generate(pipe.to(device), requests, policy, STEPS, GUIDANCE, batch)
+    images = generate(pipe.to(device), requests, policy, (STEPS, GUIDANCE), batch)
     return np.stack([np.asarray(image, dtype=np.int16) for image in images])
 
 

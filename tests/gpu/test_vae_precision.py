@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sd3_light.assets import DEMO
+from sd3_light.config import ModelConfig
 from sd3_light.encoding.half_vae import ERROR_LIMIT, TorchOperations, measure_precision, resolve_vae_dtype
 from sd3_light.families.sd3.encoders import FrozenParts
 
@@ -45,10 +46,9 @@ def test_float16_is_precise_and_bfloat16_is_less_so() -> None:
 @pytest.mark.parametrize("one_at_a_time", [False, True])
 def test_moments_repeat_and_match_the_cpu(demo_parts: Path, one_at_a_time: bool) -> None:
     def encode(device: torch.device) -> torch.Tensor:
-        with FrozenParts(
-            demo_parts, device, text_dtype=torch.float32, t5_max_length=16, text_tokens="real", batch_size=4,
-            vae_dtype="float16", one_at_a_time=one_at_a_time,
-        ) as parts:  # fmt: skip
+        keys: dict[str, Any] = {"dtype": "float32", "t5_max_length": 16, "text_tokens": "real", "vae_dtype": "float16"}
+        model = ModelConfig.model_construct(diffusers_path=demo_parts, **keys)
+        with FrozenParts(model, device, 4, one_at_a_time) as parts:
             pixels = np.random.default_rng(0).integers(0, 256, (10, 64, 96, 3), dtype=np.uint8)
             parts.encode_images(pixels, True)
             if one_at_a_time:

@@ -19,45 +19,21 @@ from sd3_light.config import load_config
 from sd3_light.engines import Launch
 from sd3_light.export import convert
 from sd3_light.journeys import cache_then_train
-from sd3_light.runlog import read_log
 from sd3_light.tasks import DiffusionTrainingModule, ModelLogger, launch_data_process_task
 from sd3_light.train.verb import Resume
 from sd3_light.world import write_dataset
+from tests.project import DATA_TOML, TRAIN_TOML, Project
 from tests.tiny_sd3 import tiny_pipeline
 
-DATA_TOML = """\
-size_buckets = [[64, 64]]
+CHANGES = (
+    ("max_steps = 4", "max_steps = 2"),
+    ("caching_batch_size = 8\ncaching_num_workers = 1", "caching_batch_size = 4\ncaching_num_workers = 0"),
+    ("sd3_shard_size = 8", "sd3_shard_size = 4"),
+    ('train_type = "sd3_light_pretrain"\n', ""),
+    ('init = "random"\nsize = "tiny2"', 'init = "model"'),
+)
+"""From the project of the tests to a short run that starts from the model's weights."""
 
-[[directory]]
-path = "images"
-"""
-TRAIN_TOML = """\
-output_dir = "run"
-dataset = "data.toml"
-cache_dir = "cache"
-seed = 3
-max_steps = 2
-logging_steps = 1
-micro_batch_size_per_gpu = 4
-checkpoint_every_n_steps = 2
-save_dtype = "float32"
-caching_batch_size = 4
-caching_num_workers = 0
-num_dataloader_workers = 0
-sd3_shard_size = 4
-
-[model]
-diffusers_path = "model"
-init = "model"
-t5_max_length = 16
-dtype = "float32"
-uncond_text = "empty"
-enable_uncond_text_dropout = true
-
-[optimizer]
-lr = 1e-3
-"""
-EMA = "\n[ema]\nenable = true\ndecay = 0.9\nupdate_every = 1\n"
 ADAPTER = "\n[adapter]\nrank = 2\nalpha = 2.0\n"
 FROZEN = ("text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2", "tokenizer_3", "vae")
 
@@ -85,10 +61,14 @@ def write_project(folder: Path) -> None:
     pipeline = tiny_pipeline()
     pipeline.vae = _vae_of_8_pixels(pipeline.vae)
     pipeline.save_pretrained(folder / "model")
-    (folder / "data.toml").write_text(DATA_TOML, encoding="utf-8")
-    (folder / "train.toml").write_text(TRAIN_TOML + EMA, encoding="utf-8")
-    lora = TRAIN_TOML.replace('output_dir = "run"', 'output_dir = "lora_run"')
-    (folder / "lora.toml").write_text(lora + ADAPTER, encoding="utf-8")
+    project = Project(folder, folder / "model")
+    project.data(DATA_TOML.replace(", [80, 48], [48, 80]", ""))
+    text = TRAIN_TOML.format(model="model")
+    for old, new in CHANGES:
+        text = text.replace(old, new)
+    project.train_toml.write_text(text, encoding="utf-8")
+    text = text.replace('output_dir = "run"', 'output_dir = "lora_run"').partition("\n[ema]")[0]
+    (folder / "lora.toml").write_text(text + ADAPTER, encoding="utf-8")
 
 
 def _vae_of_8_pixels(vae: Any) -> Any:
@@ -105,8 +85,7 @@ def _vae_of_8_pixels(vae: Any) -> Any:
 
 def losses(folder: Path, run: str) -> dict[str, float]:
     """Return the logged losses by step."""
-    steps = (event for event in read_log(folder / run / "log.jsonl") if event["event"] == "step")
-    return {str(event["step"]): event["loss"] for event in steps}
+    return {str(step): loss for step, loss in Project(folder, folder / "model").losses(run).items()}
 
 
 def continued_losses(folder: Path, toml: str, run: str) -> dict[str, float]:

@@ -25,6 +25,8 @@ from sd3_light.export.lora_file import write_lora
 from sd3_light.export.trainable import freeze
 from sd3_light.model.lora_layers import LoraModule
 
+CONFIG = Path("transformer", "config.json")
+BIAS = "proj_out.bias"
 WEIGHTS = Path("transformer", "diffusion_pytorch_model.safetensors")
 Q = "transformer_blocks.0.attn.to_q"
 A = f"transformer.{Q}.lora_A.weight"
@@ -85,40 +87,31 @@ def truncate(path: Path) -> None:
 
 # --- folders -----------------------------------------------------------------------------------
 
-DENOISERS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a gap": (
-        lambda folder: change_weights(folder, lambda tensors: tensors.pop("proj_out.bias")),
-        "lacks proj_out.bias",
-    ),
-    "too much": (
-        lambda folder: change_weights(folder, lambda tensors: tensors.update(x=torch.ones(1))),
-        "it has x, which",
-    ),
-    "a shape": (
-        lambda folder: change_weights(folder, lambda tensors: tensors.update({"proj_out.bias": torch.ones(1)})),
-        r"proj_out\.bias has shape \[1\]",
-    ),
-    "not finite": (
-        lambda folder: change_weights(folder, lambda tensors: tensors["proj_out.bias"].fill_(NAN)),
-        "proj_out.bias.* contains NaN or infinity",
-    ),
+Damage = Callable[[Path], object]
+
+
+def weights(change: Callable[[dict[str, Tensor]], object]) -> Damage:
+    return lambda folder: change_weights(folder, change)
+
+
+def config(**values: Any) -> Damage:
+    return lambda folder: change_json(folder / CONFIG, **values)
+
+
+def pickled(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder / "transformer" / "x.bin")
+
+
+DENOISERS: dict[str, tuple[Damage, str]] = {
+    "a gap": (weights(lambda tensors: tensors.pop(BIAS)), "lacks proj_out.bias"),
+    "too much": (weights(lambda tensors: tensors.update(x=torch.ones(1))), "it has x, which"),
+    "a shape": (weights(lambda tensors: tensors.update({BIAS: torch.ones(1)})), r"proj_out\.bias has shape \[1\]"),
+    "not finite": (weights(lambda tensors: tensors[BIAS].fill_(NAN)), "proj_out.bias.* contains NaN or infinity"),
     "truncated": (lambda folder: truncate(folder / WEIGHTS), "not a complete safetensors file"),
-    "a pickle": (
-        lambda folder: (folder / WEIGHTS).rename(folder / "transformer" / "x.bin"),
-        "lacks .*diffusion_pytorch",
-    ),
-    "no JSON": (
-        lambda folder: (folder / "transformer" / "config.json").write_text("{"),
-        "config.json is not valid JSON",
-    ),
-    "a wrong type": (
-        lambda folder: change_json(folder / "transformer" / "config.json", num_layers="two"),
-        "num_layers 'two'",
-    ),
-    "too many layers": (
-        lambda folder: change_json(folder / "transformer" / "config.json", num_layers=10**9),
-        "num_layers 1000000000",
-    ),
+    "a pickle": (pickled, "lacks .*diffusion_pytorch"),
+    "no JSON": (lambda folder: (folder / CONFIG).write_text("{"), "config.json is not valid JSON"),
+    "a wrong type": (config(num_layers="two"), "num_layers 'two'"),
+    "too many layers": (config(num_layers=10**9), "num_layers 1000000000"),
 }
 
 
@@ -198,6 +191,7 @@ def test_metadata_of_a_wrong_type_is_damaged(change: dict[str, Any], model: Path
 
 # --- LoRA files --------------------------------------------------------------------------------
 
+PATTERN = '{"transformer.lora_alpha": 1, "transformer.alpha_pattern": [1]}'
 LORAS: dict[str, tuple[dict[str, Tensor], dict[str, str], str]] = {
     "NaN": ({A: torch.full((2, 128), NAN)}, {}, f"{A} contains NaN"),
     "whole numbers": ({A: torch.ones(2, 128, dtype=torch.int64)}, {}, f"{A} has type int64"),
@@ -207,11 +201,7 @@ LORAS: dict[str, tuple[dict[str, Tensor], dict[str, str], str]] = {
     "ranks": ({}, {"sd3_light": '{"ranks": 5}'}, "its metadata 'sd3_light' is damaged"),
     "facts": ({}, {"sd3_light": '{"facts": 5}'}, "its metadata 'sd3_light' is damaged"),
     "alpha": ({}, {"lora_adapter_metadata": '{"transformer.lora_alpha": "x"}'}, "its lora_alpha or alpha_pattern"),
-    "pattern": (
-        {},
-        {"lora_adapter_metadata": '{"transformer.lora_alpha": 1, "transformer.alpha_pattern": [1]}'},
-        "its lora_alpha or alpha_pattern",
-    ),
+    "pattern": ({}, {"lora_adapter_metadata": PATTERN}, "its lora_alpha or alpha_pattern"),
 }
 
 

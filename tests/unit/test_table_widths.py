@@ -4,6 +4,7 @@ import io
 import json
 import re
 from collections import Counter
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -77,14 +78,14 @@ def validation(monkeypatch: pytest.MonkeyPatch) -> RenderableType:
     return journeys.cache_then_validate(cast(Any, None), Path("runs/a/exports/step-000451"), cast(Any, None))
 
 
-def run_report(folder: Path) -> RenderableType:
+def run_report(tmp_path: Path) -> RenderableType:
     begin = {"event": "begin", "time": 1.8e9, "trains": "all 123,456,789 weights"}
     step = {"event": "step", "skipped": 17, "samples_per_second": 1234.56, "data_wait": 0.12, "mfu": 0.4321}
     steps = [{**step, "time": 1.8e9 + n, "step": n, "samples": 64_000 * n, "loss": 0.5 + 1 / n} for n in range(1, 99)]
     path = "/data/projects/2026-01/runs/a/checkpoints/step-000098"
     events = [begin, *steps, {"event": "checkpoint", "time": 1.8e9 + 99, "step": 98, "file": path}]
-    (folder / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    return report.render(report.run(folder))
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return report.render(report.run(tmp_path))
 
 
 def cache_content() -> RenderableType:
@@ -124,22 +125,13 @@ def upload() -> RenderableType:
     return model_verbs._table("files", ("file", "size", "on the hub"), rows)
 
 
-TABLES = ("evaluation", "state", "composition", "validation", "report", "cache", "estimate", "upload")
+TABLES = (evaluation, state, composition, validation, run_report, cache_content, estimate, upload)
 
 
-@pytest.fixture(params=TABLES)
-def table(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RenderableType:
-    makers = {
-        "evaluation": evaluation,
-        "state": state,
-        "composition": composition,
-        "validation": lambda: validation(monkeypatch),
-        "report": lambda: run_report(tmp_path),
-        "cache": cache_content,
-        "estimate": lambda: estimate(request.getfixturevalue("files")),
-        "upload": upload,
-    }
-    return makers[request.param]()
+@pytest.fixture(params=TABLES, ids=lambda make: make.__name__)
+def table(request: pytest.FixtureRequest) -> RenderableType:
+    make = request.param
+    return cast(RenderableType, make(*map(request.getfixturevalue, signature(make).parameters)))
 
 
 def printed(table: RenderableType, width: int, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> str:

@@ -21,7 +21,7 @@ WAIT = "import time; print('ready', flush=True); time.sleep(600)"
 def _servers_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Undo what module fixtures of other tests, or libraries that they imported, have left in the environment."""
     for name in {*ENVIRONMENT, *os.environ} - {"PYTHONPATH"}:
-        matters = name.startswith(IMPORT_VARIABLES) and not name.startswith(RUNTIME_VARIABLES)
+        matters = IMPORT_VARIABLES.match(name) and not RUNTIME_VARIABLES.match(name)
         if matters and os.environ.get(name) != ENVIRONMENT.get(name):
             warnings.warn(f"earlier tests changed {name}, so that later ones start slowly", stacklevel=1)
             monkeypatch.delenv(name, raising=False)

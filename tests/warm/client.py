@@ -4,6 +4,7 @@ import array
 import fcntl
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -16,28 +17,15 @@ SETTINGS = {}
 HERE = os.path.dirname(os.path.abspath(__file__))
 ADDRESS = os.path.join(HERE, "server.socket")
 # Read when libraries are imported: a process whose variables differ from the server's needs a new interpreter.
-IMPORT_VARIABLES = (
-    *(
-        "DIFFUSERS_",
-        "HF_",
-        "HOME",
-        "HUGGINGFACE_",
-        "KMP_",
-        "LANG",
-        "LC_",
-        "LD_",
-        "MALLOC_",
-        "MIMALLOC_",
-        "MKL_",
-        "OMP_",
-    ),
-    *("PEFT_", "PYTHON", "PYTORCH_", "TMPDIR", "TORCH_", "TRANSFORMERS_", "USE_", "XDG_"),
+IMPORT_VARIABLES = re.compile(
+    "(DIFFUSERS|HF|HUGGINGFACE|KMP|LC|LD|MALLOC|MIMALLOC|MKL|OMP|PEFT|PYTORCH|TORCH|TRANSFORMERS|USE|XDG)_"
+    "|HOME|LANG|PYTHON|TMPDIR"
 )
-# Of these, the ones that may differ: they are read later, are applied by the server, or cost only time.
-RUNTIME_VARIABLES = (
-    *("DIFFUSERS_VERBOSITY", "HF_MODULES_CACHE", "KMP_BLOCKTIME", "OMP_WAIT_POLICY", "PYTHONPATH"),
-    "PYTORCH_NVML_BASED_CUDA_CHECK",  # set by the import of DeepSpeed
-    *("PYTHONSAFEPATH", "TORCH_NCCL_", "TRANSFORMERS_VERBOSITY"),
+# Of these, the ones that may differ: they are read later, are applied by the server, or cost only time. The import of
+# DeepSpeed sets PYTORCH_NVML_BASED_CUDA_CHECK.
+RUNTIME_VARIABLES = re.compile(
+    "(DIFFUSERS|TRANSFORMERS)_VERBOSITY|HF_MODULES_CACHE|KMP_BLOCKTIME|OMP_WAIT_POLICY|PYTHON(PATH|SAFEPATH)"
+    "|PYTORCH_NVML_BASED_CUDA_CHECK|TORCH_NCCL_"
 )
 
 
@@ -117,8 +105,8 @@ def run_cold() -> None:
 def imports_alike(environment: "os._Environ[str]") -> bool:
     """Return whether libraries import in the same way here and in the server."""
     ours, servers = dict(environment), SETTINGS["environment"]
-    names = {name for name in {*ours, *servers} if name.startswith(IMPORT_VARIABLES)}
-    return all(ours.get(name) == servers.get(name) for name in names if not name.startswith(RUNTIME_VARIABLES))
+    names = {name for name in {*ours, *servers} if IMPORT_VARIABLES.match(name)}
+    return all(ours.get(name) == servers.get(name) for name in names if not RUNTIME_VARIABLES.match(name))
 
 
 def is_passed_on(descriptor: int, connection: socket.socket) -> bool:

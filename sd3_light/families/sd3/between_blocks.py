@@ -19,35 +19,37 @@ Compare = Callable[[Tensor, Tensor], Tensor]
 """(early tokens, late tokens without a gradient) -> loss of each sample."""
 
 
-class BetweenPlan(NamedTuple):
+class BetweenOptions(NamedTuple):
     """The route and the pair of blocks of a run; None where the config has none."""
 
     route: TokenRoute | None = None
     pair: BlockPair | None = None
 
     @staticmethod
-    def of(config: TrainConfig, transformer: SD3Transformer2DModel) -> "BetweenPlan":
-        """Return the plan for a denoiser; raise a UserError if it lacks these blocks or places."""
+    def of(config: TrainConfig, transformer: SD3Transformer2DModel) -> "BetweenOptions":
+        """Return the options for a denoiser; raise a UserError if it lacks these blocks or places."""
         num_blocks = len(transformer.transformer_blocks)
         for key, fields in token_problems(config, num_blocks, transformer.config.pos_embed_max_size).items():
             raise UserError(str(Fault("[model]", key, **fields)))
         sync = config.terms.layer_sync
-        return BetweenPlan(config.model.route(num_blocks), None if sync is None else sync.pair(num_blocks))
+        return BetweenOptions(config.model.route(num_blocks), None if sync is None else sync.pair(num_blocks))
 
 
 class BetweenBlocks:
     """Takes the image tokens after each block of one forward pass, and returns those that the next block gets.
 
     ``kept_BK`` are the tokens that run through the routed blocks; None: all. ``compare`` is called with the tokens
-    after both blocks of the plan's pair, as far as both have them, and ``compared`` is its result. ``features`` are the
-    tokens after the blocks ``taps``.
+    after both blocks of the pair, as far as both have them, and ``compared`` is its result. ``features`` are the tokens
+    after the blocks ``taps``.
     """
 
-    def __init__(self, plan: BetweenPlan, kept_BK: Tensor | None, compare: Compare, taps: Collection[int] = ()) -> None:
+    def __init__(
+        self, options: BetweenOptions, kept_BK: Tensor | None, compare: Compare, taps: Collection[int] = ()
+    ) -> None:
         self.features: dict[int, Tensor] = {}
         self._taps = taps
-        self._route = plan.route if kept_BK is not None else None
-        self._pair = plan.pair
+        self._route = options.route if kept_BK is not None else None
+        self._pair = options.pair
         self._kept = kept_BK
         self._compare = compare
         self._waiting: Tensor | None = None  # all tokens, while only the kept ones run

@@ -5,14 +5,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sd3_light.config import ModelConfig
 from sd3_light.encoding.batching import CaptionBatch, length_batches, padded_batches, ranges, row_starts
 from sd3_light.encoding.image_encoders import ImageEncoders, Loader
 from sd3_light.families.sd3.text import (
@@ -24,7 +23,6 @@ from sd3_light.families.sd3.text import (
     load_tokenizer,
 )
 from sd3_light.model.device_copy import to_device
-from sd3_light.model.folder import vae_shape
 
 STORED_DTYPE = torch.bfloat16
 """Dtype of text features in a shard."""
@@ -59,24 +57,12 @@ class FrozenParts(ImageEncoders):
     _text_folders = tuple(folder for folder, _ in TEXT_ENCODERS.values())
 
     def __init__(
-        self,
-        diffusers_path: Path,
-        device: torch.device,
-        *,
-        t5_max_length: int,
-        text_tokens: Literal["padded", "real"],
-        **options: Any,
+        self, model: ModelConfig, device: torch.device, batch_size: int, one_at_a_time: bool | None = None
     ) -> None:
-        super().__init__(diffusers_path, device, **options)
-        self.padded = text_tokens == "padded"
-        self._t5_max_length = t5_max_length
+        super().__init__(model, device, batch_size, one_at_a_time)
+        self.padded = model.text_tokens == "padded"
         self._tokenizers: dict[str, Tokenizer] = {}
         self._tokenizer_lock = threading.Lock()
-
-    @property
-    def latent_channels(self) -> int:
-        """Channels of the VAE's latents, read from its config."""
-        return vae_shape(self.path)[0]
 
     def _text_loaders(self) -> dict[str, Loader]:
         return {name: partial(load_text_model, name, self.path, dtype=self._text_dtype) for name in TEXT_ENCODERS}
@@ -85,7 +71,7 @@ class FrozenParts(ImageEncoders):
         """Return the token ids of distinct captions, for `encode_captions`. Safe to call from another thread."""
         with self._tokenizer_lock:
             if not self._tokenizers:
-                length = self._t5_max_length
+                length = self._model.t5_max_length
                 self._tokenizers = {name: load_tokenizer(name, self.path, length) for name in TEXT_ENCODERS}
             return {name: TokenIds.of(self._tokenizers[name](captions, self.padded)) for name in TEXT_ENCODERS}
 

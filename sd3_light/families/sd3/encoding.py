@@ -42,21 +42,9 @@ class SD3Encoding(Encoding):
         self, model: ModelConfig, device: "torch.device", batch_size: int, one_at_a_time: bool | None = None
     ) -> "FrozenParts":
         """See `Encoding.encoders`."""
-        import torch
-
         from sd3_light.families.sd3.encoders import FrozenParts
 
-        return FrozenParts(
-            model.diffusers_path,
-            device,
-            text_dtype=getattr(torch, model.dtype),
-            t5_max_length=model.t5_max_length,
-            text_tokens=model.text_tokens,
-            batch_size=batch_size,
-            vae_dtype=model.vae_dtype,
-            one_at_a_time=one_at_a_time,
-            teacher=model.teacher_path,
-        )
+        return FrozenParts(model, device, batch_size, one_at_a_time)
 
 
 _LONGEST_T5 = 512  # the highest value of the config's key

@@ -1,6 +1,7 @@
 """SD3's files: folders with an optional custom pipeline, adapter names of both namings, single files."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from sd3_light.core.files import AdapterNames, CardTexts, CustomPipeline, Files,
 from sd3_light.export.card import SEED, SETTINGS
 from sd3_light.export.proof_process import sample_image
 from sd3_light.families.sd3.lora_names import SD3AdapterNames
-from sd3_light.families.sd3.masked_attention import real_text_mask, use_masked_attention
+from sd3_light.families.sd3.masked_attention import use_masked_attention
 from sd3_light.families.sd3.real_pipeline import RealTextPipeline, seeing
 from sd3_light.families.sd3.sample_texts import TextPolicy
 from sd3_light.families.sd3.single_file import SD3SingleFiles
@@ -161,19 +162,10 @@ class SD3Files(Files):
         """See `Files.reference_image`. References and real text are as in training, without `pipeline.py`."""
         references = inputs.get("image", [])
         inputs = {name: value for name, value in inputs.items() if name != "image"}
-        with seeing(pipe.transformer, references):
-            return self._image(pipe, inputs, 1 + len(references))
-
-    def _image(self, pipe: Any, inputs: Mapping[str, Any], images: int) -> Tensor:
-        """Return the image of a stock pipeline, whose denoiser sees this many images."""
-        if "joint_attention_kwargs" not in inputs:
+        is_real = "joint_attention_kwargs" in inputs
+        masked = use_masked_attention(pipe.transformer) if is_real else nullcontext()
+        with seeing(pipe.transformer, references), masked:
             return sample_image(pipe, inputs)
-        lengths = inputs["joint_attention_kwargs"]["text_lengths"]
-        patch = pipe.vae_scale_factor * pipe.transformer.config.patch_size
-        num_image = (inputs["width"] // patch) * (inputs["height"] // patch) * images
-        mask = real_text_mask(lengths, inputs["prompt_embeds"].shape[1], num_image)
-        with use_masked_attention(pipe.transformer):
-            return sample_image(pipe, {**inputs, "joint_attention_kwargs": {"attention_mask": mask}})
 
     def card(self, config: Mapping[str, Any], text: Mapping[str, Any]) -> CardTexts:
         """See `Files.card`."""

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from sd3_light.config.base import Checkpointing, recomputed_blocks
 from sd3_light.core.model import save_products
 from sd3_light.families.sd3.between_blocks import BetweenBlocks
-from sd3_light.families.sd3.masked_attention import MaskedJointAttention, mask_attention, real_text_mask
-from sd3_light.families.sd3.real_pipeline import marked
+from sd3_light.families.sd3.masked_attention import mask_attention
+from sd3_light.families.sd3.real_pipeline import RealTextAttention, marked
 from sd3_light.model.host_inputs import checkpoint_on_host
 
 LayerState = tuple[Tensor, ...]
@@ -80,22 +80,19 @@ class JointBlock(nn.Module):
     def forward(self, state: LayerState) -> LayerState:
         """Run the joint block."""
         image_BND, text_BTD, time_BD, *rest = state
-        text_out, image_BND = self.block(
+        block: Any = self.block
+        is_masked = isinstance(block.attn.processor, RealTextAttention)
+        assert is_masked or not self.real_text, "the stock processor would attend to padded text"
+        text_out, image_BND = block(
             hidden_states=image_BND,
             encoder_hidden_states=text_BTD,
             temb=time_BD,
-            joint_attention_kwargs=self._kwargs(state) if self.real_text else None,
+            joint_attention_kwargs={"text_lengths": rest[0]} if self.real_text else None,
         )
         text_BTD = text_BTD if text_out is None else text_out
         if self.keep_text:
             rest.append(text_BTD.detach())
         return (image_BND, text_BTD, time_BD, *rest)
-
-    def _kwargs(self, state: LayerState) -> dict[str, Tensor]:
-        image_BND, text_BTD, _, lengths_B, *_ = state
-        processor: Any = self.block.attn.processor  # type: ignore[union-attr]
-        assert isinstance(processor, MaskedJointAttention), "the stock processor would attend to padded text"
-        return {"attention_mask": real_text_mask(lengths_B, text_BTD.shape[1], image_BND.shape[1])}
 
 
 class Output(nn.Module):

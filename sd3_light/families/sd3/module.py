@@ -16,10 +16,10 @@ from sd3_light.core.objective import Prediction
 from sd3_light.core.start import WeightsStart
 from sd3_light.core.training import TrainingParts
 from sd3_light.data.shards import CaptionFeatures
-from sd3_light.families.sd3.between_blocks import BetweenBlocks, BetweenPlan
+from sd3_light.families.sd3.between_blocks import BetweenBlocks, BetweenOptions
 from sd3_light.families.sd3.fast.block import BlockOptions, Keep, Products
 from sd3_light.families.sd3.fast.forward import FastDenoiser
-from sd3_light.families.sd3.fast.row_plan import FixedText, fill_rows
+from sd3_light.families.sd3.fast.row_layout import FixedText, fill_rows
 from sd3_light.families.sd3.layers import Embed, LayerState, build_layers, run_layers, unpatchify
 from sd3_light.families.sd3.prepare import InputPreparer
 from sd3_light.flow.objective import alignment_loss
@@ -49,8 +49,8 @@ class SD3TrainingModule(TrainedModel):
         self.compute_dtype = getattr(torch, config.model.transformer_dtype)
         self.real_text = config.model.text_tokens == "real"
         self.target_layer = None if recon is None else recon.target_layer
-        self.plan = BetweenPlan.of(config, transformer)
-        draws = {"kept": self.plan.route, "corners": config.model.position_crop_side}
+        self.between_options = BetweenOptions.of(config, transformer)
+        draws = {"kept": self.between_options.route, "corners": config.model.position_crop_side}
         self.image_draws = [name for name, setting in draws.items() if setting is not None]
         self.products: Products = "fp8" if config.fp8 else "plain"
         self._fast: FastDenoiser | None = None
@@ -76,7 +76,7 @@ class SD3TrainingModule(TrainedModel):
         height, width = size
         patches, text, *rest = outputs
         extras: dict[str, Tensor] = {}
-        if self.plan.pair is not None:
+        if self.between_options.pair is not None:
             extras["compared"] = rest.pop()
         if self.target_layer is not None:
             extras |= {"text": text, "text_target": rest[-1]}
@@ -93,9 +93,9 @@ class SD3TrainingModule(TrainedModel):
         """Return what takes the tokens between the blocks of a pass; None if nothing does."""
         last = len(self._layers) - 2
         assert all(0 < tap < last for tap in taps), f"features come from blocks 1 to {last - 1}, not {taps}"
-        if not any(self.plan) and not taps:
+        if not any(self.between_options) and not taps:
             return None
-        return BetweenBlocks(self.plan, batch.get("kept"), alignment_loss, taps)
+        return BetweenBlocks(self.between_options, batch.get("kept"), alignment_loss, taps)
 
     def run(self, batch: Batch, between: BetweenBlocks | None = None) -> LayerState:
         """Run all layers and return the last one's outputs, for `prediction`."""

@@ -24,9 +24,8 @@ from sd3_light.encoding.vae import LatentScale
 from sd3_light.export.diffusers_folder import write_folder
 from sd3_light.export.of_run import model_config, model_spec
 from sd3_light.families.resident import Indices, ResidentBatches
-from sd3_light.families.sd3.image_draws import draw_corners, draw_kept
+from sd3_light.families.sd3.draws import ENCODERS, draw_corners, draw_drops, draw_kept, drop_text
 from sd3_light.families.sd3.text import join_text, unpad_text
-from sd3_light.families.sd3.text_dropout import ENCODERS, draw_drops, drop_text
 from sd3_light.model.base_values import shift_line
 
 _TEXT = ("clip_l", "clip_g", "t5", "clip_l.pooled", "clip_g.pooled")

@@ -17,7 +17,7 @@ from sd3_light.core.caption_lengths import TextLimit
 from sd3_light.core.columns import Bucket
 from sd3_light.core.sampling import UNSTATED, EncodedText, ImageRequest, OwnDrawing, PipelineInputs
 from sd3_light.families.sd3.encoding import text_limits
-from sd3_light.families.sd3.masked_attention import real_text_mask, use_masked_attention
+from sd3_light.families.sd3.masked_attention import use_masked_attention
 from sd3_light.families.sd3.text import Tokenizer, encode_clip, encode_t5, join_text
 from sd3_light.sources.decode import read_fitted
 
@@ -108,10 +108,7 @@ class TextPolicy(PipelineInputs):
         attention = None
         images = list(zip(*(request.references for request in batch), strict=True))
         if self.text_tokens == "real":
-            num_image = (batch[0].width // _token_side(pipe)) * (batch[0].height // _token_side(pipe))
-            num_image *= 1 + len(images)
-            lengths = text.host["prompt" + LENGTH].to(text["prompt"].device)
-            attention = {"attention_mask": real_text_mask(lengths, text["prompt"].shape[1], num_image)}
+            attention = {"text_lengths": text.host["prompt" + LENGTH].to(text["prompt"].device)}
         arguments = {**embeds, "guidance_scale": guidance, "joint_attention_kwargs": attention}
         if not images:
             return arguments

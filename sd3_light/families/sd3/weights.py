@@ -44,25 +44,23 @@ class SD3Weights(StockWeights):
     def load(self, start: WeightsStart, seed: int) -> "nn.Module":
         """See `Weights.load`."""
         from sd3_light.families.sd3.random_weights import new_transformer
-        from sd3_light.model.loading import read_weights
 
-        if start.source is None:
-            denoiser: nn.Module = new_transformer(start.size.transformer_config(), seed, start.size.position_step)
-            return denoiser
-        return read_weights(*self.unread(start))
+        if start.source is not None:
+            return super().load(start, seed)
+        denoiser: nn.Module = new_transformer(start.size.transformer_config(), seed, start.size.position_step)
+        return denoiser
 
     def unread(self, start: WeightsStart) -> "tuple[nn.Module, StoredWeights]":
         """See `Weights.unread`."""
         from diffusers import SD3Transformer2DModel
 
         from sd3_light.families.sd3.single_file import open_denoiser
-        from sd3_light.model.loading import empty_model, open_diffusers_model
+        from sd3_light.model.loading import empty_model
 
         if start.file is not None:
             config, stored = open_denoiser(start.file)
             return empty_model(SD3Transformer2DModel, config).eval(), stored
-        assert start.folder is not None, "random weights are in no file"
-        denoiser, weights = open_diffusers_model(SD3Transformer2DModel, start.folder)
+        denoiser, weights = super().unread(start)
         if unexpected := weights.keys() - denoiser.state_dict().keys():
             raise UserError(
                 f"the weights in {start.folder} do not match its config.json: {min(unexpected)}; download or export it "

@@ -179,7 +179,7 @@ class StockChecks(ModelChecks):
 
     def side_step(self, model: ModelConfig) -> int:
         """See `ModelChecks.side_step`."""
-        return LatentShape.of_folder(model.diffusers_path).factor * self.family.patch
+        return self.family.token_side(model.diffusers_path)
 
     def facts(self, start: WeightsStart) -> tuple[ModelFact, ...]:
         """See `ModelChecks.facts`."""

@@ -37,10 +37,17 @@ Values = Mapping[str, Sequence[Tensor]]
 class StockEncoders(ImageEncoders):
     """The VAE and the text encoders of a model's folder; see `ImageEncoders`."""
 
-    def __init__(self, family: "StockFamily", model: ModelConfig, device: torch.device, **options: Any) -> None:
-        super().__init__(model.diffusers_path, device, **options)
+    def __init__(
+        self,
+        family: "StockFamily",
+        model: ModelConfig,
+        device: torch.device,
+        batch_size: int,
+        one_at_a_time: bool | None = None,
+    ) -> None:
+        super().__init__(model, device, batch_size, one_at_a_time)
+        self.stores_frames = family.media == "video"
         self._family = family
-        self._model = model
         self._columns = family.text_columns(model, self.path)
 
     @property

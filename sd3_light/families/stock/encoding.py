@@ -62,18 +62,6 @@ class StockEncoding(Encoding):
         self, model: ModelConfig, device: "torch.device", batch_size: int, one_at_a_time: bool | None = None
     ) -> "StockEncoders":
         """See `Encoding.encoders`."""
-        import torch
-
         from sd3_light.families.stock.encoders import StockEncoders
 
-        return StockEncoders(
-            self._family,
-            model,
-            device,
-            text_dtype=getattr(torch, model.dtype),
-            batch_size=batch_size,
-            vae_dtype=model.vae_dtype,
-            one_at_a_time=one_at_a_time,
-            with_frames=self._family.media == "video",
-            teacher=model.teacher_path,
-        )
+        return StockEncoders(self._family, model, device, batch_size, one_at_a_time)

@@ -109,7 +109,7 @@ class StockFiles(Files):
 
     def _size(self, folder: Path) -> Bucket:
         """Return the size of the smallest image, or clip, that shows whether all weights are right."""
-        side = _SIDE * self._family.patch * LatentShape.of_folder(folder).factor
+        side = _SIDE * self._family.token_side(folder)
         return Bucket(side, side, 1 + (self._family.frame_step(folder) or 0))
 
     def _texts(self, folder: Path, text: Mapping[str, Any], count: int, seed: int = 0) -> Batch:

@@ -15,7 +15,6 @@ from sd3_light.core.batch import Batch
 from sd3_light.core.caption_lengths import TextLimit
 from sd3_light.core.columns import MOST_REFERENCES, Bucket
 from sd3_light.core.sampling import UNSTATED, EncodedText, ImageRequest, OwnDrawing, PipelineInputs
-from sd3_light.families.stock.latents import LatentShape
 from sd3_light.families.stock.sampling import batch_texts
 from sd3_light.model.part_configs import read_json
 from sd3_light.sources.decode import read_fitted
@@ -77,7 +76,7 @@ class StockInputs(PipelineInputs):
 
     def size_fault(self, pipe: Any, width: int, height: int) -> str | None:
         """See `PipelineInputs.size_fault`."""
-        step = LatentShape.of_folder(self.folder).factor * self.family.patch
+        step = self.family.token_side(self.folder)
         tokens = self.family.position_table(pipe.transformer.config)
         if all(side % step == 0 and step <= side <= step * (tokens or side) for side in (width, height)):
             return None
@@ -118,14 +117,13 @@ class StockInputs(PipelineInputs):
 
     def default_size(self, pipe: Any) -> tuple[int, int]:
         """See `PipelineInputs.default_size`: the square with about as many pixels as the images of the run."""
-        step = LatentShape.of_folder(self.folder).factor * self.family.patch
+        step = self.family.token_side(self.folder)
+        latent = getattr(pipe, "default_sample_size", None) or pipe.transformer.config.get("sample_size")
+        side = self.family.trained_side
         if self.trained_at is not None:
             side = step * max(1, round(math.sqrt(math.prod(self.trained_at)) / step))
-            return side, side
-        latent = getattr(pipe, "default_sample_size", None) or pipe.transformer.config.get("sample_size")
-        side = (
-            latent * LatentShape.of_folder(self.folder).factor if isinstance(latent, int) else self.family.trained_side
-        )
+        elif isinstance(latent, int):
+            side = latent * step // self.family.patch
         return side, side
 
     def text_limits(self, folder: Path) -> list[TextLimit]:
@@ -134,16 +132,12 @@ class StockInputs(PipelineInputs):
 
     def encode(self, pipe: Any, texts: Sequence[str]) -> list[EncodedText]:
         """Encode texts with the pipeline's encoders; equal ones are encoded once."""
-        model = self.model()
         encoded: dict[str, EncodedText] = {}
-        unique = list(dict.fromkeys(texts))
-        prompts = [text for text in unique if not text.startswith(_NEGATIVE)]
-        negatives = [text for text in unique if text.startswith(_NEGATIVE)]
-        if prompts:
-            encoded |= zip(prompts, _per_text(self.family.encode_captions(pipe, prompts, model)), strict=True)
-        if negatives:
-            plain = [text.removeprefix(_NEGATIVE) for text in negatives]
-            encoded |= zip(negatives, _per_text(self.family.encode_negatives(pipe, plain, model)), strict=True)
+        for is_negative, encode in ((False, self.family.encode_captions), (True, self.family.encode_negatives)):
+            unique = [text for text in dict.fromkeys(texts) if text.startswith(_NEGATIVE) == is_negative]
+            if unique:
+                plain = [text.removeprefix(_NEGATIVE) for text in unique]
+                encoded |= zip(unique, _per_text(encode(pipe, plain, self.model())), strict=True)
         return [encoded[text] for text in texts]
 
     def arguments(

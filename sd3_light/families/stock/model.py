@@ -1,6 +1,6 @@
 """A stock diffusers denoiser in training, for families without custom blocks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,40 +27,19 @@ if TYPE_CHECKING:
 
 TEXT_STEP = 32
 """Recorded text is padded to a multiple of this."""
-Denoise = Callable[[nn.Module, Batch], Tensor]
-"""(denoiser, batch) -> velocity, with t from data (0) to noise (1)."""
-Rounded = Callable[[Batch, int], Batch]
-"""(batch, step) -> the batch with its text padded to a multiple of ``step`` rows: `StockFamily.rounded`."""
-ImagePart = Callable[[Any, Batch], Tensor]
-"""(output of a block, batch) -> image tokens."""
-
-
-def image_tokens(output: Any, batch: Batch) -> Tensor:
-    """Return the image tokens of a stock block's output: the last tensor of several, after the text."""
-    tokens: Tensor = output[-1] if isinstance(output, tuple) else output
-    return tokens
 
 
 class StockModel(TrainedModel):
-    """Runs the denoiser as it is, under autocast on GPUs; ``denoise`` says how it is called.
+    """Runs the denoiser as it is, under autocast on GPUs; its ``family`` says how it is called.
 
     Its values are in float32, whatever the cache stores.
     """
 
-    def __init__(
-        self,
-        denoiser: nn.Module,
-        config: TrainConfig,
-        denoise: Denoise,
-        objective: Objective,
-        image_part: ImagePart = image_tokens,
-        rounded: Rounded = lambda batch, step: batch,
-    ) -> None:
+    def __init__(self, denoiser: nn.Module, config: TrainConfig, family: "StockFamily", objective: Objective) -> None:
         super().__init__(denoiser, objective)
         self.compute_dtype = getattr(torch, config.model.transformer_dtype)
-        self._call = denoise
-        self._image_part = image_part
-        self._rounded = rounded
+        self._family = family
+        self._guidance = 1.0 if config.model.guidance is None else config.model.guidance
         stock: Any = denoiser
         if config.activation_checkpointing:
             stock.enable_gradient_checkpointing(partial(self._checkpoint, config.activation_checkpointing))
@@ -78,14 +57,14 @@ class StockModel(TrainedModel):
         autocast = device.type == "cuda" and self.compute_dtype != torch.float32
         with (
             torch.autocast(device.type, self.compute_dtype, enabled=autocast),
-            tapped(self.blocks(), taps, lambda output: self._image_part(output, batch)) as features,
+            tapped(self.blocks(), taps, lambda output: self._family.image_part(output, batch)) as features,
         ):
-            velocity = self._call(self.denoiser, batch.map_tensors(_in_float32))
+            velocity = self._family.denoise(self.denoiser, batch.map_tensors(_in_float32), self._guidance)
         return Prediction(velocity, features)
 
     def recordable(self, batch: Batch) -> Batch:
         """See `TrainedModel.recordable`."""
-        return self._rounded(batch, self.text_step or TEXT_STEP)
+        return self._family.rounded(batch, self.text_step or TEXT_STEP)
 
     def _checkpoint(self, level: Checkpointing, block: nn.Module, *inputs: Any) -> Any:
         """Run a block whose backward pass computes it again; only an adapter's dropout draws numbers in it."""
@@ -130,10 +109,8 @@ class StockTraining(TrainingParts):
     def model(self, denoiser: nn.Module, config: TrainConfig, fast: bool) -> StockModel:
         """See `TrainingParts.model`."""
         assert not fast, f"{self.family.title} has no fast blocks"
-        guidance = 1.0 if config.model.guidance is None else config.model.guidance
-        denoise = partial(self.family.denoise, guidance=guidance)
         objective = configured_objective(config, len(denoiser_blocks(denoiser)))
         self.family.speed_up(denoiser)
         if not self.family.cudnn_attention:
             torch.backends.cuda.enable_cudnn_sdp(False)  # flash attention takes its place
-        return StockModel(denoiser, config, denoise, objective, self.family.image_part, self.family.rounded)
+        return StockModel(denoiser, config, self.family, objective)

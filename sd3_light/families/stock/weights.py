@@ -67,7 +67,7 @@ class StockWeights(Weights):
 
         from sd3_light.model.loading import open_diffusers_model
 
-        assert start.folder is not None, "always a folder"
+        assert start.folder is not None, "random weights are in no file"
         return open_diffusers_model(getattr(diffusers, self.kind), start.folder)
 
     def empty(self, config: Mapping[str, Any]) -> "nn.Module":

@@ -12,15 +12,11 @@ from sd3_light.data.manifest import DUPLICATES_FILE, REJECTS_FILE
 from sd3_light.encoding.vae import LOW_PSNR
 from sd3_light.formats import byte_size
 from sd3_light.pages import check_output_path, render_template, save_page
-from sd3_light.report.inspect.cache_stats import (
-    Inspection,
-    draw_samples,
-    inspect_cache,
-    reason_meaning,
-)
-from sd3_light.report.inspect.duplicates import DuplicateSummary, read_duplicates
+from sd3_light.report.inspect.cache_stats import Inspection, draw_samples, inspect_cache, reason_meaning
+from sd3_light.report.inspect.duplicates import DUPLICATE_MEANINGS, DuplicatePair, read_duplicates
 from sd3_light.report.inspect.histogram import Histogram, make_histogram
-from sd3_light.report.inspect.rejects import MOST_SHOWN, RejectSummary, read_rejects
+from sd3_light.report.inspect.line_sample import LineSample
+from sd3_light.report.inspect.rejects import MOST_SHOWN, RejectCard, read_rejects
 from sd3_light.report.inspect.sample_cards import SampleCard, load_samples, open_vae
 from sd3_light.sources.access import exists
 
@@ -48,8 +44,8 @@ class CachePage:
     """The content of the page; ``notes`` say what cannot be shown."""
 
     cache: Inspection
-    rejects: RejectSummary
-    duplicates: DuplicateSummary = field(default_factory=DuplicateSummary)
+    rejects: LineSample[RejectCard]
+    duplicates: LineSample[DuplicatePair]
     samples: list[SampleCard] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -95,7 +91,7 @@ def render_page(content: CachePage, **values: Any) -> str:
     cache = content.cache
     rejects = content.rejects
     places = content.cache.manifest.places
-    reasons = dict(rejects.counts.most_common()) or cache.rejects
+    reasons = {group.name: group.total for group in rejects.groups} or cache.rejects
     recipe = {"diffusers_path": places.get("diffusers_path", "not recorded"), **cache.manifest.recipe}
     recipe.pop("columns", None)  # hashes of what the other keys say
     return render_template(
@@ -115,7 +111,9 @@ def render_page(content: CachePage, **values: Any) -> str:
         reconstruction=_reconstruction(content.samples),
         reasons=[(reason, reason_meaning(reason), count) for reason, count in reasons.items()],
         reject_groups=rejects.groups,
+        reason_meaning=reason_meaning,
         duplicate_groups=content.duplicates.groups,
+        duplicate_meanings=DUPLICATE_MEANINGS,
         num_rejects=sum(reasons.values()),
         num_shown=len(rejects.shown),
         most_rejects=MOST_SHOWN,

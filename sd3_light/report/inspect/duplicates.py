@@ -1,20 +1,21 @@
 """Duplicates on the page of a cache: pairs of images, so that a wrong one is seen at a glance."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sd3_light.data.manifest import DUPLICATES, DUPLICATES_FILE
 from sd3_light.pages import data_uri
-from sd3_light.report.inspect.line_sample import sample_lines
+from sd3_light.randomness import stream
+from sd3_light.report.inspect.line_sample import LineSample, sample_lines
 from sd3_light.report.inspect.rejects import source_label
 from sd3_light.report.inspect.source_images import THUMBNAIL_SIDE, image_location
 from sd3_light.sources.preprocess import Reject
 from sd3_light.sources.video import open_still
 
 _MOST_SHOWN = 60
-_MEANINGS = {
+DUPLICATE_MEANINGS = {
     DUPLICATES["keep"]: "Images with the same bytes as an earlier one; they are used.",
     DUPLICATES["drop"]: "Images with the same bytes as an earlier one; they are left out.",
     DUPLICATES["similar"]: "Images that look like an earlier one, such as copies of another size; they are left out.",
@@ -31,32 +32,10 @@ class DuplicatePair:
     image: str
 
 
-@dataclass(frozen=True)
-class DuplicateGroup:
-    """The duplicates of one kind: how many there are, and those that are shown."""
-
-    name: str
-    meaning: str
-    total: int
-    shown: list[DuplicatePair]
-
-
-@dataclass(frozen=True)
-class DuplicateSummary:
-    """All duplicates by kind, and the number of damaged lines."""
-
-    groups: list[DuplicateGroup] = field(default_factory=list)
-    damaged: int = 0
-
-
-def read_duplicates(folder: Path, places: Mapping[str, str], seed: int) -> DuplicateSummary:
-    """Count the duplicates of a cache and choose some pairs to show, at random."""
-    sample = sample_lines(folder / DUPLICATES_FILE, "kind", _MOST_SHOWN, seed, "inspect duplicates")
-    groups = [
-        DuplicateGroup(kind, _MEANINGS.get(kind, ""), sample.counts[kind], [_pair(item, places) for item in items])
-        for kind, items in sample.chosen.items()
-    ]
-    return DuplicateSummary(groups, sample.damaged)
+def read_duplicates(folder: Path, places: Mapping[str, str], seed: int) -> LineSample[DuplicatePair]:
+    """Count the duplicates of a cache by kind, and choose some pairs to show, at random."""
+    rng = stream(seed, "inspect duplicates", 0, 0, 0)
+    return sample_lines(folder / DUPLICATES_FILE, "kind", _MOST_SHOWN, rng, lambda item: _pair(item, places))
 
 
 def _pair(item: Mapping[str, Any], places: Mapping[str, str]) -> DuplicatePair:

@@ -1,47 +1,66 @@
-"""Lists of a cache, one JSON object per line: all lines are counted, some of each group are chosen at random."""
+"""Lists of a cache, one JSON object per line: all lines are counted, some of each group are shown, chosen at random."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+from numpy.random import Generator
 
 from sd3_light.inputs import lines_of, open_regular, parse_json
-from sd3_light.randomness import stream
+
+Card = TypeVar("Card")
+Line = dict[str, Any]
 
 
-@dataclass
-class LineSample:
-    """The number of lines per group, those chosen (the largest group first), and the number of damaged lines."""
+@dataclass(frozen=True)
+class LineGroup(Generic[Card]):
+    """The lines of one group: how many there are, and those that are shown."""
 
-    counts: Counter[str] = field(default_factory=Counter)
-    chosen: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    name: str
+    total: int
+    shown: list[Card]
+
+
+@dataclass(frozen=True)
+class LineSample(Generic[Card]):
+    """All lines by group, the largest group first, and the number of damaged lines."""
+
+    groups: list[LineGroup[Card]]
     damaged: int = 0
 
+    @property
+    def shown(self) -> list[Card]:
+        """The lines of all groups that are shown."""
+        return [card for group in self.groups for card in group.shown]
 
-def sample_lines(path: Path, group_name: str, most: int, seed: int, purpose: str) -> LineSample:
-    """Count the lines of a list, if it exists, and choose at most ``most``: at random, spread evenly over the groups.
 
-    Lines have a ``key``, by which those chosen are sorted, and the name of their group.
+def sample_lines(
+    path: Path, group_name: str, most: int, rng: Generator, card: Callable[[Line], Card]
+) -> LineSample[Card]:
+    """Count the lines of a list, if it exists, and show at most ``most``: at random, spread evenly over the groups.
+
+    Lines have a ``key``, by which those shown are sorted, and the name of their group.
     """
-    sample = LineSample()
-    if not path.is_file():
-        return sample
-    reservoirs: dict[str, list[dict[str, Any]]] = {}
-    rng = stream(seed, purpose, 0, 0, 0)
-    for line in _lines(path):
+    counts: Counter[str] = Counter()
+    reservoirs: dict[str, list[Line]] = {}
+    damaged = 0
+    for line in _lines(path) if path.is_file() else ():
         item = _parse_line(line.decode(errors="backslashreplace"), group_name)
         if item is None:
-            sample.damaged += 1
+            damaged += 1
             continue
         group = item[group_name]
-        sample.counts[group] += 1
-        slot = int(rng.integers(sample.counts[group]))
+        counts[group] += 1
+        slot = int(rng.integers(counts[group]))
         _add_to_reservoir(item, reservoirs.setdefault(group, []), most, slot)
     shares = _even_shares({group: len(items) for group, items in reservoirs.items()}, most)
-    for group, _ in sample.counts.most_common():
-        sample.chosen[group] = sorted(reservoirs[group][: shares[group]], key=lambda item: str(item["key"]))
-    return sample
+    groups = []
+    for group, total in counts.most_common():
+        chosen = sorted(reservoirs[group][: shares[group]], key=lambda item: str(item["key"]))
+        groups.append(LineGroup(group, total, [card(item) for item in chosen]))
+    return LineSample(groups, damaged)
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -53,7 +72,7 @@ def _lines(path: Path) -> Iterator[bytes]:
             yield b""
 
 
-def _parse_line(line: str, group_name: str) -> dict[str, Any] | None:
+def _parse_line(line: str, group_name: str) -> Line | None:
     try:
         item = parse_json(line)
     except ValueError:
@@ -62,7 +81,7 @@ def _parse_line(line: str, group_name: str) -> dict[str, Any] | None:
     return item if is_valid else None
 
 
-def _add_to_reservoir(item: dict[str, Any], reservoir: list[dict[str, Any]], most: int, slot: int) -> None:
+def _add_to_reservoir(item: Line, reservoir: list[Line], most: int, slot: int) -> None:
     """Reservoir sampling: ``slot`` is uniform over all items so far, so each stays with the same probability."""
     if len(reservoir) < most:
         reservoir.append(item)

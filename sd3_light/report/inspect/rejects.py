@@ -1,16 +1,14 @@
 """Rejected inputs: all lines of `rejects.jsonl` are counted, some of each reason are shown."""
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from itertools import groupby
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sd3_light.data.manifest import REJECTS_FILE
 from sd3_light.pages import data_uri
-from sd3_light.report.inspect.cache_stats import reason_meaning
-from sd3_light.report.inspect.line_sample import sample_lines
+from sd3_light.randomness import stream
+from sd3_light.report.inspect.line_sample import LineSample, sample_lines
 from sd3_light.report.inspect.source_images import THUMBNAIL_SIDE, image_location, open_truncated
 from sd3_light.sources.preprocess import Reject
 
@@ -30,38 +28,10 @@ class RejectCard:
     problem: str = ""
 
 
-@dataclass(frozen=True)
-class RejectGroup:
-    """The rejects of one reason: how many there are, and those that are shown."""
-
-    reason: str
-    meaning: str
-    total: int
-    shown: list[RejectCard]
-
-
-@dataclass
-class RejectSummary:
-    """All rejects counted by reason, some of them shown, and the number of damaged lines."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    shown: list[RejectCard] = field(default_factory=list)
-    damaged: int = 0
-
-    @property
-    def groups(self) -> list[RejectGroup]:
-        """The rejects that are shown, by reason."""
-        by_reason = groupby(self.shown, key=lambda reject: reject.reason)
-        return [
-            RejectGroup(reason, reason_meaning(reason), self.counts[reason], list(shown)) for reason, shown in by_reason
-        ]
-
-
-def read_rejects(folder: Path, places: Mapping[str, str], seed: int, most: int = MOST_SHOWN) -> RejectSummary:
-    """Count the rejects of a cache, and choose at most ``most`` to show."""
-    sample = sample_lines(folder / REJECTS_FILE, "reason", most, seed, "inspect rejects")
-    shown = [_card(item, places) for items in sample.chosen.values() for item in items]
-    return RejectSummary(sample.counts, shown, sample.damaged)
+def read_rejects(folder: Path, places: Mapping[str, str], seed: int, most: int = MOST_SHOWN) -> LineSample[RejectCard]:
+    """Count the rejects of a cache by reason, and choose at most ``most`` to show."""
+    rng = stream(seed, "inspect rejects", 0, 0, 0)
+    return sample_lines(folder / REJECTS_FILE, "reason", most, rng, lambda item: _card(item, places))
 
 
 def source_label(key: str, places: Iterable[str]) -> str:

@@ -22,7 +22,7 @@ from sd3_light.pages import data_uri, tint_masked
 from sd3_light.report.inspect.cache_stats import SampleRef
 from sd3_light.report.inspect.source_images import image_location
 from sd3_light.runlog import progress
-from sd3_light.sources.buckets import ResizePlan, plan
+from sd3_light.sources.buckets import Resize, resize_for
 from sd3_light.sources.preprocess import Pixels, Reject, fit
 from sd3_light.sources.video import open_still
 
@@ -39,7 +39,7 @@ class SampleCard:
 
     ref: SampleRef
     origin: Origin
-    resize: ResizePlan
+    resize: Resize
     original: str = ""
     decoded: str = ""
     masked: str = ""
@@ -172,7 +172,7 @@ def _decode(
 def _card(
     places: Mapping[str, str], ref: SampleRef, origin: Origin, mask: Tensor | None, decoded: Pixels | None
 ) -> SampleCard:
-    resize = plan(origin.width, origin.height, named_bucket(ref.entry.bucket))
+    resize = resize_for(origin.width, origin.height, named_bucket(ref.entry.bucket))
     original, problem = _load_original(places, ref, origin, resize)
     base = original if original is not None else decoded
     masked = ""
@@ -185,7 +185,7 @@ def _card(
 
 
 def _load_original(
-    places: Mapping[str, str], ref: SampleRef, origin: Origin, resize: ResizePlan
+    places: Mapping[str, str], ref: SampleRef, origin: Origin, resize: Resize
 ) -> tuple[Pixels | None, str]:
     """Return the source image, resized and cropped as for the cache, or why it cannot be shown."""
     try:

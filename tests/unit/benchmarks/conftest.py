@@ -1,20 +1,19 @@
 """The benchmark scripts as modules."""
 
 import importlib
-from collections.abc import Iterator
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-COMMON = ("ablations", "basics", "lanes", "models", "paired", "world")
+sys.path.append(str(BENCHMARKS))  # last: scripts have names of other modules
+COMMON = ("ablations", "basics", "models", "processes", "world")
 
 
 @pytest.fixture(scope="module")
-def scripts() -> Iterator[SimpleNamespace]:
+def scripts() -> SimpleNamespace:
     """Modules of the benchmarks by name."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        names = ("run_list", "ablate", "real_size", *(f"common.{name}" for name in COMMON))
-        yield SimpleNamespace(**{name.removeprefix("common."): importlib.import_module(name) for name in names})
+    names = ("run_list", "ablate", "real_size", "step", *(f"common.{name}" for name in COMMON))
+    return SimpleNamespace(**{name.removeprefix("common."): importlib.import_module(name) for name in names})

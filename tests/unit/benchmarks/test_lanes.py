@@ -21,7 +21,7 @@ WRITE = "import os, sys; open(sys.argv[1], 'a').write(os.environ.get('CUDA_MPS_P
 @pytest.fixture
 def daemon(scripts: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file in which a stand-in for the daemon's program notes its calls."""
-    program = tmp_path / "bin" / scripts.lanes.CONTROL
+    program = tmp_path / "bin" / scripts.processes.CONTROL
     program.parent.mkdir()
     program.write_text(DAEMON, encoding="utf-8")
     program.chmod(0o755)
@@ -31,9 +31,9 @@ def daemon(scripts: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def run(scripts: SimpleNamespace, out: Path, wanted: bool = True) -> list[str]:
-    with scripts.lanes.mps(wanted) as environment:
+    with scripts.processes.mps(wanted) as environment:
         command = [sys.executable, "-c", WRITE, str(out)]
-        assert scripts.lanes.run_lanes(command, 3, None, environment) == []
+        assert scripts.processes.run_lanes(command, 3, None, environment) == []
     return out.read_text(encoding="utf-8").splitlines()
 
 
@@ -48,11 +48,11 @@ def test_lanes_share_the_daemon_that_ends_after_them(scripts: SimpleNamespace, d
 
 
 def test_failures_of_lanes_are_reported_and_end_the_daemon(scripts: SimpleNamespace, daemon: Path) -> None:
-    with pytest.raises(ZeroDivisionError), scripts.lanes.mps():
+    with pytest.raises(ZeroDivisionError), scripts.processes.mps():
         raise ZeroDivisionError
     assert daemon.read_text(encoding="utf-8").count("quit") == 1
     command = [sys.executable, "-c", "raise SystemExit(3)"]
-    failures = scripts.lanes.run_lanes(command, 2, None, dict(os.environ))
+    failures = scripts.processes.run_lanes(command, 2, None, dict(os.environ))
     assert failures == [f"lane {number} failed with exit code 3" for number in (1, 2)]
 
 
@@ -63,7 +63,7 @@ def test_without_the_daemon_lanes_share_the_gpu_plainly(
     monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
     monkeypatch.setenv("MPS_CODE", "1" if how == "fails" else "0")
     if how == "absent":
-        (tmp_path / "bin" / scripts.lanes.CONTROL).unlink()
+        (tmp_path / "bin" / scripts.processes.CONTROL).unlink()
     assert run(scripts, tmp_path / "out", how != "unwanted") == ["-"] * 3
     assert not daemon.exists() or "quit" not in daemon.read_text(encoding="utf-8")
 
@@ -78,9 +78,9 @@ def test_lanes_end_at_the_deadline(scripts: SimpleNamespace, tmp_path: Path, mon
             wait_until(lambda: started.is_file() and started.read_text(encoding="utf-8").endswith("\n"))
             raise subprocess.TimeoutExpired(self.args, timeout)  # as at the deadline
 
-    monkeypatch.setattr(scripts.lanes.subprocess, "Popen", Lane)
+    monkeypatch.setattr(scripts.processes.subprocess, "Popen", Lane)
     command = ["sh", "-c", 'sleep 600 & echo $! > "$0"; wait', str(started)]
-    failures = scripts.lanes.run_lanes(command, 1, time.monotonic() + 2000, dict(os.environ))
+    failures = scripts.processes.run_lanes(command, 1, time.monotonic() + 2000, dict(os.environ))
     assert failures == ["lane 1 was ended at the time limit; the same command continues its row"]
     state = Path(f"/proc/{started.read_text(encoding='utf-8').strip()}/stat")
     wait_until(lambda: not state.exists() or state.read_text(encoding="utf-8").split()[2] == "Z")

@@ -7,27 +7,27 @@ import pytest
 
 
 def test_differences_of_seeds_have_their_errors(scripts: SimpleNamespace) -> None:
-    table = scripts.paired.differences({1: [True, True], 3: [False, False]}, {3: [True, False], 2: [True, True]})
+    table = scripts.ablations.differences({1: [True, True], 3: [False, False]}, {3: [True, False], 2: [True, True]})
     assert table.tolist() == [[-1.0, 0.0]]
-    assert scripts.paired.compare(scripts.paired.differences({1: [True, True]}, {2: [True, True]})) is None
+    assert scripts.ablations.compare(scripts.ablations.differences({1: [True, True]}, {2: [True, True]})) is None
     table = np.array([[1.0, 0.0, 0.0, 0.0]])  # variance 1/4 over 4 prompts
-    alone, pooled = scripts.paired.compare(table), scripts.paired.compare(table, 0.01)
+    alone, pooled = scripts.ablations.compare(table), scripts.ablations.compare(table, 0.01)
     assert (alone.mean, alone.error, alone.verdict) == (0.25, None, "undecided")
     assert pooled.error == pytest.approx((0.01 + 0.25 / 4) ** 0.5)
-    assert scripts.paired.compare(np.ones((1, 4)), 0.0).verdict == "undecided"
+    assert scripts.ablations.compare(np.ones((1, 4)), 0.0).verdict == "undecided"
     table = np.array([[1.0, 0.0, 0.0, 0.0]] * 3)
-    assert scripts.paired.seed_variance(table) == pytest.approx(0.0)
-    assert scripts.paired.compare(table).error == pytest.approx((0.25 / 4) ** 0.5)
+    assert scripts.ablations.seed_variance(table) == pytest.approx(0.0)
+    assert scripts.ablations.compare(table).error == pytest.approx((0.25 / 4) ** 0.5)
     table = np.array([[1.0] * 8, [0.0] * 8])
-    assert scripts.paired.seed_variance(table) == pytest.approx(0.5)
-    found = scripts.paired.compare(table)
+    assert scripts.ablations.seed_variance(table) == pytest.approx(0.5)
+    found = scripts.ablations.compare(table)
     assert (found.mean, found.error, found.seeds) == (0.5, pytest.approx(0.5), 2)
     agreeing, differing = np.array([[1.0, 0.0] * 50] * 2), np.array([[1.0] * 8, [0.0] * 8, [0.0] * 8])
-    pooled = scripts.paired.pooled_seed_variance([agreeing, differing, np.ones((1, 4))])
+    pooled = scripts.ablations.pooled_seed_variance([agreeing, differing, np.ones((1, 4))])
     assert pooled == pytest.approx((0 * 1 + 1 / 3 * 2) / 3)
-    assert scripts.paired.compare(agreeing).verdict == "better"
-    assert scripts.paired.compare(agreeing, pooled).verdict == "undecided"
-    assert scripts.paired.pooled_seed_variance([np.ones((1, 4))]) is None
+    assert scripts.ablations.compare(agreeing).verdict == "better"
+    assert scripts.ablations.compare(agreeing, pooled).verdict == "undecided"
+    assert scripts.ablations.pooled_seed_variance([np.ones((1, 4))]) is None
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_differences_of_seeds_have_their_errors(scripts: SimpleNamespace) -> Non
 def test_a_verdict_needs_two_errors_and_two_seeds(
     scripts: SimpleNamespace, mean: float, error: float | None, seeds: int, verdict: str
 ) -> None:
-    assert scripts.paired.Difference(mean, error, seeds).verdict == verdict
+    assert scripts.ablations.Difference(mean, error, seeds).verdict == verdict
 
 
 def test_the_error_is_the_spread_of_repeated_experiments(scripts: SimpleNamespace) -> None:
@@ -52,7 +52,7 @@ def test_the_error_is_the_spread_of_repeated_experiments(scripts: SimpleNamespac
     means, errors = [], []
     for _ in range(400):
         seeds, prompts = rng.normal(0, 0.05, (4, 1)), rng.normal(0, 0.3, (1, 100))
-        found = scripts.paired.compare(seeds + prompts + rng.normal(0, 0.4, (4, 100)))
+        found = scripts.ablations.compare(seeds + prompts + rng.normal(0, 0.4, (4, 100)))
         means.append(found.mean)
         errors.append(found.error**2)
     assert np.mean(errors) == pytest.approx(np.var(means), rel=0.15)

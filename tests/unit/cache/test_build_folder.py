@@ -35,8 +35,8 @@ def store(server: ObjectStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     return server
 
 
-def write_unit(folder: Path, data: bytes = b"tensors" * 100) -> ShardEntry:
-    """Write the files of a unit as the cache stage does."""
+def write_files(folder: Path, data: bytes = b"tensors" * 100) -> ShardEntry:
+    """Write the files of a shard as the cache stage does."""
     path = folder / SHARDS / FILE
     path.write_bytes(data)
     path.with_suffix(".arrow").write_bytes(b"table")
@@ -49,10 +49,10 @@ def names(store: ObjectStore) -> set[str]:
     return {Path(name).name for name in store.get(store.url)}
 
 
-def test_a_unit_is_uploaded_shard_last_and_leaves_no_bytes(store: ObjectStore, tmp_path: Path) -> None:
+def test_a_shard_is_uploaded_shard_last_and_leaves_no_bytes(store: ObjectStore, tmp_path: Path) -> None:
     with open_build_folder(store.url, tmp_path / "a") as place:
-        entry = write_unit(place.folder)
-        place.push_unit(FILE)
+        entry = write_files(place.folder)
+        place.push_shard(FILE)
     puts = [Path(path).suffix for method, path in store.requests if method == "PUT"]
     assert puts == [".arrow", ".json", ".safetensors"]
     for folder in (tmp_path / "a", tmp_path / "b"):  # also on another machine
@@ -66,18 +66,18 @@ def test_a_unit_is_uploaded_shard_last_and_leaves_no_bytes(store: ObjectStore, t
     assert names(store) == {Path(FILE).with_suffix(suffix).name for suffix in (".arrow", ".json")}
 
 
-def test_a_unit_whose_samples_were_all_rejected_has_no_shard(store: ObjectStore, tmp_path: Path) -> None:
+def test_a_shard_whose_samples_were_all_rejected_has_no_shard(store: ObjectStore, tmp_path: Path) -> None:
     with open_build_folder(store.url, tmp_path / "a") as place:
-        write_unit(place.folder)
-        place.push_unit(FILE)
+        write_files(place.folder)
+        place.push_shard(FILE)
         shard = place.folder / SHARDS / FILE
         shard.with_suffix(".none").touch()
         shard.unlink()
-        place.push_unit(FILE)
+        place.push_shard(FILE)
     assert names(store) == {Path(FILE).with_suffix(".none").name}
 
 
-def test_a_killed_upload_of_a_rebuilt_unit_leaves_no_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_upload_of_a_rebuilt_shard_leaves_no_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url, upload = f"memory://{tmp_path.name}/cache", build_folder.RemoteBuildFolder._upload
 
     def killed(place: build_folder.RemoteBuildFolder, name: str) -> None:
@@ -86,12 +86,12 @@ def test_a_killed_upload_of_a_rebuilt_unit_leaves_no_shard(tmp_path: Path, monke
         upload(place, name)
 
     with open_build_folder(url, tmp_path / "a") as place:
-        write_unit(place.folder)
-        place.push_unit(FILE)
+        write_files(place.folder)
+        place.push_shard(FILE)
         monkeypatch.setattr(build_folder.RemoteBuildFolder, "_upload", killed)
-        write_unit(place.folder, b"rebuilt" * 100)
+        write_files(place.folder, b"rebuilt" * 100)
         with pytest.raises(KeyboardInterrupt):
-            place.push_unit(FILE)
+            place.push_shard(FILE)
     for folder in (tmp_path / "a", tmp_path / "b"):
         with open_build_folder(url, folder):
             assert read_entry(folder / SHARDS, FILE) is None, "the new hash with the old bytes"
@@ -109,15 +109,15 @@ def test_a_shard_that_arrives_damaged_is_not_kept(
 
     monkeypatch.setattr(build_folder.RemoteBuildFolder, "_upload", damaging)
     with open_build_folder(store.url, tmp_path / "a") as place:
-        write_unit(place.folder)
+        write_files(place.folder)
         with pytest.raises(UserError, match="is damaged: expected 700 bytes"):
-            place.push_unit(FILE)
+            place.push_shard(FILE)
     assert FILE not in names(store)
 
 
 def push_rebuilt(place: BuildFolder) -> None:
-    write_unit(place.folder, b"rebuilt" * 100)
-    place.push_unit(FILE)
+    write_files(place.folder, b"rebuilt" * 100)
+    place.push_shard(FILE)
 
 
 @pytest.mark.parametrize(
@@ -136,8 +136,8 @@ def test_a_store_that_may_not_be_read_is_a_user_error(
 
     url = f"memory://{tmp_path.name}/cache"
     with open_build_folder(url, tmp_path / "a") as place:
-        write_unit(place.folder)
-        place.push_unit(FILE)
+        write_files(place.folder)
+        place.push_shard(FILE)
         monkeypatch.setattr(MemoryFileSystem, method, forbidden)
         with pytest.raises(UserError, match=rf"^no permission to read {url}.*Access Denied.*; check the network"):
             work(place)
@@ -145,9 +145,9 @@ def test_a_store_that_may_not_be_read_is_a_user_error(
 
 def test_a_missing_bucket_is_named(store: ObjectStore, tmp_path: Path) -> None:
     with open_build_folder("s3://no-such-bucket/cache", tmp_path / "a") as place:
-        write_unit(place.folder)
+        write_files(place.folder)
         with pytest.raises(UserError, match=r"^cannot write s3://no-such-bucket/.*; create it, or correct cache_dir$"):
-            place.push_unit(FILE)
+            place.push_shard(FILE)
 
 
 def test_a_manifest_is_replaced_only_if_it_is_the_known_one(store: ObjectStore, tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from sd3_light.cache import recipe as recipe_module
+from sd3_light.cache import identity
 from sd3_light.cache.build_folder import BuildFolder
 from sd3_light.cache.freshness import CacheState, check_freshness, last_manifest, render_state
-from sd3_light.cache.recipe import decides_shards, is_trusted
+from sd3_light.cache.identity import decides_shards, is_trusted
 from sd3_light.cache.shard_builder import ShardBuilder
 from sd3_light.cache.verb import make_recipe
 from sd3_light.check.count import count_samples
@@ -393,7 +393,7 @@ def test_a_cache_of_an_earlier_format_is_encoded_again(
 ) -> None:
     """Its shards have other names, and training and `--trust-cache` refuse it in one line."""
     with monkeypatch.context() as patch:
-        for module in (manifest_module, recipe_module):
+        for module in (manifest_module, identity):
             patch.setattr(module, "CACHE_FORMAT", 2)
         fresh_project.build_cache()
         old = shard_files(fresh_project)

@@ -176,12 +176,12 @@ def test_few_images_with_thumbnails_are_probed_by_other_processes(
     assert rejects(odd_project)["long.png"] == ("decoder_crashed", "while its header was read")
 
 
-def test_few_images_are_taken_from_as_many_units_as_possible() -> None:
+def test_few_images_are_taken_from_as_many_shards_as_possible() -> None:
     class Plan:
-        units = tuple(range(5))
+        shards = tuple(range(5))
 
-        def members(self, unit: int) -> list[int]:
-            return [10 * unit + row for row in range(unit)]
+        def members(self, shard: int) -> list[int]:
+            return [10 * shard + row for row in range(shard)]
 
     def taken(count: int) -> list[tuple[int, int]]:
         return list(advice._few(Plan(), count))  # type: ignore[arg-type]

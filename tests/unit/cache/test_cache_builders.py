@@ -82,7 +82,7 @@ def test_two_runs_with_different_configs_do_not_interfere(fresh_project: Project
     assert open_cache(loaded.dataset, loaded.train, Launch()).manifest.counts["used"] == 40
 
 
-def test_the_units_of_a_killed_builder_are_taken_over(fresh_project: Project, cached_project: Project) -> None:
+def test_the_shards_of_a_killed_builder_are_taken_over(fresh_project: Project, cached_project: Project) -> None:
     first, second = start(build, fresh_project, 0, 2), start(build, fresh_project, 1, 2)
     folder = fresh_project.cache / "shards"
     wait_until(lambda: list(folder.glob("*.safetensors")))
@@ -135,7 +135,7 @@ def test_a_full_disk_is_reported_in_one_line_and_leaves_a_valid_cache(
     assert_valid(fresh_project)
 
 
-def test_a_rank_encodes_unclaimed_units_then_waits_for_the_manifest(
+def test_a_rank_encodes_unclaimed_shards_then_waits_for_the_manifest(
     fresh_project: Project, cached_project: Project
 ) -> None:
     loaded = fresh_project.load("sd3_manifest_timeout_sec=0.3")

@@ -22,7 +22,7 @@ from tests import data_path
 
 COLUMNS = dict.fromkeys(("moments", "mask", "clip_l", "clip_g", "t5", "clip_l.pooled", "clip_g.pooled"), "0")
 FEW, MANY = 200, 2000
-UNIT_BYTES = 4 << 10
+SHARD_BYTES = 4 << 10
 """Allowed bytes per entry of plan and manifest; a sample with its captions takes several hundred."""
 FREE_LISTS = 512 << 10
 """Bytes of small objects that the interpreter keeps for reuse: a constant, but more than the smaller run needs."""
@@ -36,7 +36,7 @@ def peaks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, dict[s
             patch.setattr(module, "is_end", lambda count, identity, most: count >= most)
         for module in (catalogue, cache_plan):
             patch.setattr(module, "PART_ROWS", data_path.ROWS)
-        patch.setattr(cache_plan, "_UNITS_PER_BATCH", 2)
+        patch.setattr(cache_plan, "_SHARDS_PER_BATCH", 2)
         patch.setattr(frozen_parts, "FrozenParts", data_path.ZeroEncoders)
         # hashing the encoders uses a buffer that would hide the memory of planning
         for module in (cache, dataset_build):
@@ -79,7 +79,7 @@ def measure(folder: Path, count: int) -> dict[str, int]:
 @pytest.mark.parametrize("part", data_path.PARTS)
 def test_memory_grows_only_with_the_list_of_shards(peaks: dict[int, dict[str, int]], part: str) -> None:
     growth = peaks[MANY][part] - peaks[FEW][part]
-    allowed = FREE_LISTS + UNIT_BYTES * (MANY - FEW) // data_path.ROWS
+    allowed = FREE_LISTS + SHARD_BYTES * (MANY - FEW) // data_path.ROWS
     assert growth < allowed, f"{growth / (MANY - FEW):.0f} additional bytes per additional sample"
 
 

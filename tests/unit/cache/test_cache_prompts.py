@@ -11,12 +11,12 @@ import torch
 from sd3_light.cache import dataset_build as stage_prompts
 from sd3_light.cache import shard_builder
 from sd3_light.cache import verb as cache
+from sd3_light.config import ModelConfig
 from sd3_light.config.faults import UserError
 from sd3_light.data.manifest import Manifest
 from sd3_light.data.prompt_features import PROMPTS_FOLDER, prompt_file, read_prompt
 from sd3_light.engines import Launch
 from sd3_light.families.sd3.encoders import FrozenParts
-from sd3_light.world import write_dataset
 from tests.cases import combinations
 from tests.project import Project
 
@@ -51,14 +51,8 @@ def no_encoders(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_prompts_are_encoded_like_captions(fresh_project: Project, text_tokens: str) -> None:
     fresh_project.build_cache(*sampling(*PROMPTS), f'model.text_tokens="{text_tokens}"')
     assert files(fresh_project) == names(fresh_project, *PROMPTS)
-    with FrozenParts(
-        fresh_project.model,
-        torch.device("cpu"),
-        text_dtype=torch.float32,
-        t5_max_length=16,
-        text_tokens=text_tokens,  # type: ignore[arg-type]
-        batch_size=4,
-    ) as parts:
+    keys = {"diffusers_path": fresh_project.model, "t5_max_length": 16, "text_tokens": text_tokens}
+    with FrozenParts(ModelConfig.model_construct(**keys), torch.device("cpu"), 4) as parts:
         for prompt in PROMPTS:
             expected = parts.encode_captions([prompt])
             features = read_prompt(fresh_project.cache, prompt, recipe(fresh_project))
@@ -156,8 +150,7 @@ def test_other_processes_wait_for_the_main_one(project: Project, monkeypatch: py
 
 
 def test_evaluation_sets_have_separate_caches_without_prompts(project: Project) -> None:
-    write_dataset(project.folder / "held_out", 4, seed=2, held_out=True)
-    (project.folder / "eval.toml").write_text('resolutions = [64]\n[[directory]]\npath = "held_out"\n')
+    project.hold_out(4)
     reports = project.build_cache(*sampling(*PROMPTS), 'eval_datasets=["eval.toml"]')
     assert [report.folder.name for report in reports] == ["cache", "cache-eval-eval"]
     assert [report.counts["used"] for report in reports] == [40, 4]

@@ -76,7 +76,7 @@ def test_lost_actors_lose_nothing(fresh_project: Project, cached_project: Projec
     assert contents(fresh_project) == contents(cached_project)
 
 
-def test_a_poison_unit_is_rejected_and_tried_again_by_the_next_run(
+def test_a_poison_shard_is_rejected_and_tried_again_by_the_next_run(
     fresh_project: Project, cached_project: Project, ray: FakeRay
 ) -> None:
     tries: Counter[str] = Counter()
@@ -84,8 +84,8 @@ def test_a_poison_unit_is_rejected_and_tried_again_by_the_next_run(
 
     def crash(name: str, args: Sequence[Any]) -> None:
         if name == "build":
-            tries[args[0].unit.file] += 1
-            if args[0].unit.file == poison:
+            tries[args[0].shard.file] += 1
+            if args[0].shard.file == poison:
                 raise fake_ray.RayActorError("segmentation fault")
 
     ray.before = crash
@@ -100,13 +100,13 @@ def test_a_poison_unit_is_rejected_and_tried_again_by_the_next_run(
     assert contents(fresh_project) == contents(cached_project)
 
 
-def test_a_poison_unit_keeps_its_intact_shard(project: Project, ray: FakeRay) -> None:
-    """With --regenerate-cache units are built again whose shards can be used."""
+def test_a_poison_shard_keeps_its_intact_shard(project: Project, ray: FakeRay) -> None:
+    """With --regenerate-cache shards are built again whose shards can be used."""
     before = contents(project)
     kept, lost, damaged = sorted((project.cache / "shards").glob("images*.safetensors"))[:3]
 
     def crash(name: str, args: Sequence[Any]) -> None:
-        if name == "build" and args[0].unit.file in (kept.name, lost.name, damaged.name):
+        if name == "build" and args[0].shard.file in (kept.name, lost.name, damaged.name):
             raise fake_ray.RayActorError("segmentation fault")
 
     ray.before = crash
@@ -212,7 +212,7 @@ def test_failed_starts_before_a_success_are_forgotten(ray: FakeRay, monkeypatch:
 # --- what stops the run ---------------------------------------------------------------------------
 
 
-def test_a_full_object_store_is_not_a_poison_unit(fresh_project: Project, ray: FakeRay) -> None:
+def test_a_full_object_store_is_not_a_poison_shard(fresh_project: Project, ray: FakeRay) -> None:
     def fill(name: str, args: Sequence[Any]) -> None:
         if name == "decode images":
             raise fake_ray.OutOfDiskError("the local object store is full")
@@ -257,7 +257,11 @@ CUDA = RuntimeError("CUDA driver version\nis insufficient")
 @pytest.mark.parametrize(
     ("name", "broken", "message"),
     [
-        ("cache.ray_encoder.open_unit_folder", fails_with(FULL), r"No space left on device \(/scratch/ray-1\); free.*"),
+        (
+            "cache.ray_encoder.open_shard_folder",
+            fails_with(FULL),
+            r"No space left on device \(/scratch/ray-1\); free.*",
+        ),
         (
             "families.sd3.encoding.SD3Encoding.encoders",
             fails_with(CUDA),
@@ -266,7 +270,7 @@ CUDA = RuntimeError("CUDA driver version\nis insufficient")
         ("cache.ray_encoder.make_recipe", lambda *_: {"vae": "x"}, r"another format than on the driver's node; copy.*"),
     ],
 )
-def test_an_error_of_every_unit_is_no_poison_and_names_the_node(
+def test_an_error_of_every_shard_is_no_poison_and_names_the_node(
     fresh_project: Project, ray: FakeRay, monkeypatch: pytest.MonkeyPatch, name: str, broken: Any, message: str
 ) -> None:
     monkeypatch.setattr(f"sd3_light.{name}", broken)
@@ -280,9 +284,9 @@ def test_a_folder_that_is_not_shared_is_refused(
 ) -> None:
     from sd3_light.cache import ray_builder, ray_encoder
 
-    real = ray_encoder.open_unit_folder
+    real = ray_encoder.open_shard_folder
     (tmp_path / "another disk" / "shards").mkdir(parents=True)
-    monkeypatch.setattr(ray_encoder, "open_unit_folder", lambda _, *rest: real(tmp_path / "another disk", *rest))
+    monkeypatch.setattr(ray_encoder, "open_shard_folder", lambda _, *rest: real(tmp_path / "another disk", *rest))
     monkeypatch.setattr(ray_builder, "VISIBLE_SECONDS", 0.0)
     with pytest.raises(UserError, match=r"which this node does not see; cache_dir must be a folder that all nodes"):
         build(fresh_project)

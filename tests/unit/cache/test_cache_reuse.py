@@ -52,10 +52,6 @@ class BatchEncoders:
         columns: Sequence[Column] = family_of(self._model).columns(self._model, self._model.diffusers_path, bucket)
         return columns
 
-    @property
-    def latent_channels(self) -> int:
-        return 16
-
     def tokenize(self, captions: Sequence[str]) -> dict[str, list[str]]:
         return {"texts": list(captions)}
 

@@ -53,12 +53,12 @@ def write_shards(folder: Path, counts: Iterable[Sequence[int]]) -> list[ShardEnt
     return entries
 
 
-def make_update(folder: Path, old: Sequence[ShardEntry], units: Sequence[Any], columns: CopiedColumns) -> Update:
-    plan: Any = SimpleNamespace(path=folder / "plan-0.arrow", members=lambda unit: unit.members)
-    return Update(plan, units, Manifest({}, tuple(old), old[0]), "0", columns, folder)
+def make_update(folder: Path, old: Sequence[ShardEntry], planned: Sequence[Any], columns: CopiedColumns) -> Update:
+    plan: Any = SimpleNamespace(path=folder / "plan-0.arrow", members=lambda shard: shard.members)
+    return Update(plan, planned, Manifest({}, tuple(old), old[0]), "0", columns, folder)
 
 
-def unit(*samples: int, file: str = "new.safetensors", mask: bool = False) -> Any:
+def shard(*samples: int, file: str = "new.safetensors", mask: bool = False) -> Any:
     return SimpleNamespace(file=file, members=[member(sample, mask) for sample in samples])
 
 
@@ -84,14 +84,14 @@ def test_columns_with_equal_fingerprints_are_copied() -> None:
 def test_rows_are_found_in_the_first_old_shard_that_has_them(tmp_path: Path) -> None:
     old = write_shards(tmp_path, [[0, 1, 2], [2, 3, 4], [9]])
     columns = CopiedColumns.of(COLUMNS, SAME, SAME)
-    index = open_index(make_update(tmp_path, old, [unit(4, 2, 7)], columns))
-    copies = index.copies(unit(4, 2, 7).members)
+    index = open_index(make_update(tmp_path, old, [shard(4, 2, 7)], columns))
+    copies = index.copies(shard(4, 2, 7).members)
     assert [entry.file for entry in copies.shards] == ["000000.safetensors", "000001.safetensors"]
     assert copies.entries == {"image": {0: (1, 2), 1: (0, 2)}, "mask": {}}
     # the distinct captions of the shards are 0, shared, 1 and 1, shared, 2
     assert copies.captions == {Text("caption 2"): (1, 2), Text("shared by all"): (0, 1), Text("caption 1"): (0, 2)}
     assert index.counts == ValueCounts(1, 2, 1, 3)
-    assert index.copies(unit(9).members).entries["image"] == {}, "no unit of the update has it"
+    assert index.copies(shard(9).members).entries["image"] == {}, "no shard of the update has it"
 
 
 def test_only_complete_shards_that_are_not_replaced_are_used(tmp_path: Path) -> None:
@@ -99,26 +99,26 @@ def test_only_complete_shards_that_are_not_replaced_are_used(tmp_path: Path) -> 
     (tmp_path / "000001.safetensors").unlink()
     (tmp_path / "000002.safetensors").write_bytes(b"longer")
     (tmp_path / "000003.safetensors.damaged").touch()
-    units = [unit(0, 1, 2, 3, file="000000.safetensors")]
-    index = open_index(make_update(tmp_path, old, units, CopiedColumns.of(COLUMNS, SAME, SAME)))
-    assert index.copies(units[0].members).shards == ()
+    planned = [shard(0, 1, 2, 3, file="000000.safetensors")]
+    index = open_index(make_update(tmp_path, old, planned, CopiedColumns.of(COLUMNS, SAME, SAME)))
+    assert index.copies(planned[0].members).shards == ()
     assert index.counts == ValueCounts(4, 0, 3, 0)
 
 
 def test_the_index_of_the_first_process_is_kept(tmp_path: Path) -> None:
     old = write_shards(tmp_path, [[0, 1], [2, 3]])
     columns = CopiedColumns.of(COLUMNS, SAME, SAME)
-    first = open_index(make_update(tmp_path, old, [unit(0, 2), unit(1)], columns))
+    first = open_index(make_update(tmp_path, old, [shard(0, 2), shard(1)], columns))
     (tmp_path / "000001.safetensors.damaged").touch()
-    later = open_index(make_update(tmp_path, old, [unit(1)], columns))
+    later = open_index(make_update(tmp_path, old, [shard(1)], columns))
     assert later.counts == first.counts
-    assert later.copies(unit(0, 2).members) == first.copies(unit(0, 2).members)
+    assert later.copies(shard(0, 2).members) == first.copies(shard(0, 2).members)
 
 
 def test_masks_are_found_by_their_own_fingerprint(tmp_path: Path) -> None:
     old = write_shards(tmp_path, [[0, 1]])
     columns = CopiedColumns.of(COLUMNS, SAME, SAME)
-    copies = open_index(make_update(tmp_path, old, [unit(0, mask=True)], columns)).copies(unit(0, mask=True).members)
+    copies = open_index(make_update(tmp_path, old, [shard(0, mask=True)], columns)).copies(shard(0, mask=True).members)
     assert copies.entries == {"image": {0: (0, 0)}, "mask": {}}
 
 

@@ -25,7 +25,7 @@ from sd3_light.data.manifest import SHARDS, Manifest
 from sd3_light.data.reader import ShardReader
 from sd3_light.encoding.image_encoders import ImageEncoders
 from sd3_light.encoding.teacher import VisionTeacher, projection, quantised, scaled_pixels, spatially_normalised
-from sd3_light.evaluate.judge import save_judge
+from sd3_light.evaluate.feature_model import save_feature_model
 from sd3_light.model.vision import feature_width, vision_settings
 from tests.judge_folders import SIDE, write_clip, write_vision
 from tests.project import Project
@@ -154,7 +154,7 @@ def test_wide_features_are_projected_and_keep_angles() -> None:
 
 def write_convnext(folder: Path) -> Path:
     config = ConvNextConfig(hidden_sizes=[8, 12, 20, 24], depths=[1, 1, 1, 1], image_size=64)
-    save_judge(ConvNextModel(config), NoTokenizer(), 64, folder)
+    save_feature_model(ConvNextModel(config), NoTokenizer(), 64, folder)
     return folder
 
 
@@ -163,7 +163,7 @@ def write_registers(folder: Path) -> Path:
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, mlp_ratio=1, image_size=SIDE, patch_size=8,
         num_register_tokens=4,
     )  # fmt: skip
-    save_judge(Dinov2WithRegistersModel(config), NoTokenizer(), SIDE, folder)
+    save_feature_model(Dinov2WithRegistersModel(config), NoTokenizer(), SIDE, folder)
     return folder
 
 

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from sd3_light.check import verb as check
 from sd3_light.config import ConfigFaults, Fault
+from tests.unit.check.conftest import shown
 
 FROM_FOLDER = ""
 
@@ -19,11 +19,7 @@ def tables(keys: str) -> str:
 @pytest.mark.parametrize(
     ("keys", "key", "problem"),
     [
-        (
-            'target_modules = ["attn.toq"]',
-            "adapter.target_modules",
-            "attn.toq: no linear layer matches",
-        ),
+        ('target_modules = ["attn.toq"]', "adapter.target_modules", "attn.toq: no linear layer matches"),
         ('init_from_existing = "nowhere.safetensors"', "adapter.init_from_existing", "no such file or folder"),
     ],
 )
@@ -66,22 +62,18 @@ def test_incompatible_keys(files: Any, top: str, keys: str, fault: str) -> None:
 
 def test_the_estimate_counts_trained_parameters(files: Any) -> None:
     files.denoiser("sd3/transformer")
-    for number in range(3):
-        files.image(f"{number}.png", 64, 64)
+    files.squares(3)
     full, adapter = (check.run(files.load(model=FROM_FOLDER, tables=text)) for text in ("", tables("rank = 4")))
     assert full.setup.adapter is None
     assert sum(adapter.setup.adapter or ()) == 31 * 4 * (256 + 256)
     assert adapter.gpu.state.value < full.gpu.state.value / 5
     assert adapter.run_flops.value < full.run_flops.value
-    console = Console(record=True, width=200)
-    console.print(check.render(adapter))
-    assert "63,488" in console.export_text()
+    assert "63,488" in shown(check.render(adapter))
 
 
 def test_the_estimate_counts_blocks_in_host_memory(files: Any) -> None:
     files.denoiser("sd3/transformer")
-    for number in range(3):
-        files.image(f"{number}.png", 64, 64)
+    files.squares(3)
     whole, swapped = (
         check.run(files.load(top=top, model=FROM_FOLDER, tables=tables("rank = 4"))) for top in ("", "swap_blocks = 4")
     )
@@ -89,8 +81,6 @@ def test_the_estimate_counts_blocks_in_host_memory(files: Any) -> None:
     assert hosted > 0
     assert swapped.host.value - whole.host.value == hosted
     assert swapped.gpu.state.value - whole.gpu.state.value == swapped.setup.frozen_bytes - whole.setup.frozen_bytes < 0
-    console = Console(record=True, width=400)
-    console.print(check.render(swapped))
-    text = console.export_text()
+    text = shown(check.render(swapped), width=400)
     assert f"{hosted / 2**20:.0f} MiB pinned for blocks in host memory" in text
     assert "frozen (with buffers for" in text

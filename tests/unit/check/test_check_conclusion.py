@@ -1,6 +1,5 @@
 """The conclusion of `check`: whether a run fits, how long it takes and how much disk it needs."""
 
-import io
 import re
 import shutil
 import subprocess
@@ -9,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from sd3_light import system
 from sd3_light.assets import DEMO
@@ -23,6 +21,7 @@ from sd3_light.cost.drawing_memory import drawing_bytes
 from sd3_light.model.folder import count_weights
 from sd3_light.system import Gpu, visible_gpus
 from sd3_light.tensor_file import header_bytes
+from tests.unit.check.conftest import shown
 
 PRETRAIN = 'size = "demo"\ntrain_type = "sd3_light_pretrain"'
 GIB = 1 << 30
@@ -32,8 +31,7 @@ UNKNOWN_GPU = " per GPU, estimated; --gpu-memory GIB says whether it fits"
 @pytest.fixture
 def concluded(files: Any) -> Callable[..., dict[str, str]]:
     """Return the conclusion of a config with four images."""
-    for number in range(4):
-        files.image(f"{number}.png", 64, 64)
+    files.squares(4)
 
     def lines(target: Target, top: str = "", world_size: int | None = None, **changes: str) -> dict[str, str]:
         loaded = files.load(top=top, **{"model": PRETRAIN, **changes})
@@ -57,9 +55,7 @@ def test_a_cpu_run_has_no_line_about_gpus(files: Any, concluded: Callable[..., d
     loaded = files.load(model=PRETRAIN)
     estimate = check.run(loaded)
     for explain in (False, True):
-        console = Console(width=240, file=io.StringIO())
-        console.print(check.render(estimate, conclude(loaded.train, estimate, Target(on_cpu=True)), explain, True))
-        text = console.file.getvalue()
+        text = shown(check.render(estimate, conclude(loaded.train, estimate, Target(on_cpu=True)), explain, True))
         assert ("FLOPs per step" in text) == explain, "formulas only on request"
         assert "CUDA" not in text
         assert "context" not in text
@@ -75,9 +71,8 @@ def test_the_first_line_says_whether_it_fits(files: Any, concluded: Callable[...
     assert concluded(Target(None), world_size=2)["GPU memory"].endswith(UNKNOWN_GPU)
     loaded = files.load(model=PRETRAIN)
     estimate = check.run(loaded)
-    console = Console(width=240, file=io.StringIO())
-    console.print(check.render(estimate, conclude(loaded.train, estimate, Target(small))))
-    assert console.file.getvalue().splitlines()[0].endswith(": no faults, but the run does not fit")
+    text = shown(check.render(estimate, conclude(loaded.train, estimate, Target(small))))
+    assert text.splitlines()[0].endswith(": no faults, but the run does not fit")
 
 
 def test_the_duration_is_known_for_measured_gpus(concluded: Callable[..., dict[str, str]]) -> None:
@@ -163,9 +158,8 @@ def test_another_machine_is_not_judged_by_the_disk_and_memory_of_this_one(
     assert "fit" not in there["cache residence"].replace("as much", "")
     assert "write cache_residence = 'stream', or lower num_dataloader_workers" in here["host memory"]
     estimate = check.run(files.load(model=PRETRAIN))
-    console = Console(width=240, file=io.StringIO())
-    console.print(check.render(estimate, list(there.items())))
-    assert console.file.getvalue().splitlines()[0].endswith(": no faults"), "the GPU's memory is unknown"
+    first, *_ = shown(check.render(estimate, list(there.items()))).splitlines()
+    assert first.endswith(": no faults"), "the GPU's memory is unknown"
 
 
 def test_prompts_and_captions_that_are_cut_have_a_line(files: Any) -> None:
@@ -288,25 +282,10 @@ def test_a_line_says_whether_sampling_works_in_phases(
 @pytest.mark.parametrize(
     ("decay", "interval", "steps", "line"),
     [
-        (
-            0.98,
-            1,
-            400,
-            "decay 0.978 at the last step, not 0.98, which the ramp reaches at step 441; the average covers",
-        ),
-        (
-            0.978,
-            1,
-            400,
-            "decay 0.978 at the last step, reached at step 400; the average covers about the last 45 of 400",
-        ),
+        (0.98, 1, 400, "decay 0.978 at the last step, not 0.98, which the ramp reaches at step 441; "),
+        (0.978, 1, 400, "decay 0.978 at the last step, reached at step 400; the average covers about the last 45 of "),
         (0.98, 1, 900, "decay 0.98 at the last step, reached at step 441; the average covers about the last 50 of 900"),
-        (
-            0.999,
-            10,
-            400,
-            "decay 0.8163 at the last step, not 0.999, which the ramp reaches at step 89,910; the average",
-        ),
+        (0.999, 10, 400, "decay 0.8163 at the last step, not 0.999, which the ramp reaches at step 89,910; "),
         (0.99, 100, 99, "warning: it is never updated, as update_every = 100 exceeds the 99 steps"),
     ],
 )

@@ -66,10 +66,7 @@ def test_the_values_of_continued_weights_are_checked(files: Any, only_fault: Sin
     assert disk_faults(files.load(**keys)) == []
     (files.sd3 / "sd3_light.json").write_text('{"text": {"uncond_text": "zero"}}')
     fault = only_fault(**keys)
-    assert (fault.key, fault.problem) == (
-        "sampling.negative_prompt",
-        'has no effect with model.uncond_text = "zero"',
-    )
+    assert (fault.key, fault.problem) == ("sampling.negative_prompt", 'has no effect with model.uncond_text = "zero"')
     assert disk_faults(files.load(**{**keys, "model": 'uncond_text = "empty"'})) == []
     (files.sd3 / "sd3_light.json").unlink()
     (files.sd3 / "scheduler/scheduler_config.json").write_text('{"shift": 5000.0}')

@@ -1,13 +1,11 @@
 """An estimate counts samples and sums up costs; its screen shows every number with its formula."""
 
-import io
 import re
 import shutil
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from rich.console import Console
 from safetensors.torch import save_file
 
 from sd3_light.check import count as count_module
@@ -25,6 +23,7 @@ from sd3_light.cost.training_flops import training_flops
 from sd3_light.families.sd3.cost import SD3Cost
 from sd3_light.families.sd3.positions import position_table
 from tests.project import Project
+from tests.unit.check.conftest import shown
 
 PRETRAIN = 'size = "demo"\ntrain_type = "sd3_light_pretrain"'
 ONE = '[[directory]]\npath = "images"\n'
@@ -33,12 +32,6 @@ BUCKETED = 'resolutions = [64]\nenable_ar_bucket = true\nar_buckets = [1.0, 2.0]
 
 def estimated(loaded: LoadedConfig, world: int = 1) -> RunEstimate:
     return estimate_run(loaded, starting_weights(loaded.train.model), Layout(world))
-
-
-def shown(estimate: RunEstimate) -> str:
-    console = Console(width=240, file=io.StringIO())
-    console.print(render(estimate))
-    return str(console.file.getvalue())
 
 
 def test_samples_are_counted_by_bucket_and_reject(files: Any) -> None:
@@ -72,8 +65,7 @@ def test_every_bucket_needs_inputs_for_its_graph(files: Any, monkeypatch: pytest
 
 
 def test_steps_follow_world_accumulation_and_repeats(files: Any) -> None:
-    for number in range(8):
-        files.image(f"{number}.png", 64, 64)
+    files.squares(8)
     top = "micro_batch_size_per_gpu = 2\ngradient_accumulation_steps = 2\nepochs = 3\nmax_steps = 1000"
     dataset = 'resolutions = [64]\n[[directory]]\npath = "images"\nnum_repeats = 4\n'
     alone, many = (estimated(files.load(top=top, dataset=dataset), world) for world in (1, 4))
@@ -83,12 +75,9 @@ def test_steps_follow_world_accumulation_and_repeats(files: Any) -> None:
 
 
 def test_the_micro_batch_depends_on_the_resolution(files: Any) -> None:
-    for number in range(4):
-        files.image(f"{number}.png", 128, 128)
-    top, dataset = (
-        "micro_batch_size_per_gpu = [[64, 4], [128, 1]]",
-        'resolutions = [64, 128]\n[[directory]]\npath = "images"\n',
-    )
+    files.squares(4, 128)
+    top = "micro_batch_size_per_gpu = [[64, 4], [128, 1]]"
+    dataset = 'resolutions = [64, 128]\n[[directory]]\npath = "images"\n'
     estimate = estimated(files.load(top=top, dataset=dataset))
     assert [(row.micro_batch, row.steps) for row in estimate.data.rows] == [(4, 1), (1, 4)]
     assert estimate.data.samples == 4
@@ -113,13 +102,13 @@ def test_costs_match_the_formulas(files: Any) -> None:
 
 def test_the_position_step_is_shown(files: Any) -> None:
     files.image("one.png", 64, 64)
-    line = next(line for line in shown(estimated(files.load())).splitlines() if "position step" in line)
+    line = next(line for line in shown(render(estimated(files.load()))).splitlines() if "position step" in line)
     assert re.search(" 1 +radians between neighbouring tokens of the position table of the size", line)
     assert estimated(files.load(model=f"{PRETRAIN}\nposition_step = 0.25")).facts[0].value == "0.25"
     folder = files.denoiser("trained")
     table = {"pos_embed.pos_embed": position_table(256, 16, 0.5).bfloat16()}
     save_file(table, folder / "diffusion_pytorch_model.safetensors")
-    text = shown(estimated(files.load(model=f'{PRETRAIN}\ninit = "trained"')))
+    text = shown(render(estimated(files.load(model=f'{PRETRAIN}\ninit = "trained"'))))
     assert re.search("position step +0.5 +radians between neighbouring tokens of .* in the weights", text)
 
 
@@ -136,7 +125,7 @@ def test_the_screen_shows_numbers_and_formulas(files: Any) -> None:
     files.image("one.png", 64, 64)
     files.image("silent.png", 64, 64, caption=None)
     estimate = check.run(files.load(tables="[ema]\nenable = true"), world_size=2)
-    text = shown(estimate)
+    text = shown(render(estimate))
     assert f"{estimate.start.size.num_parameters():,}" in text
     assert "random weights of size demo" in text
     assert "P·(weights 4 + AdamW 8 + EMA 4 + gradient buckets 4 + compute copies 2)" in text
@@ -156,10 +145,10 @@ def test_real_tokens_are_counted_as_the_longest_captions(files: Any) -> None:
     )
     assert real.gpu == padded.gpu
     assert (real.data.cache.value, real.run_flops) == (padded.data.cache.value, padded.run_flops)
-    lines = [line.strip() for line in shown(real).splitlines() if "at most" in line]
+    lines = [line.strip() for line in shown(render(real)).splitlines() if "at most" in line]
     for name in ("text tokens", "FLOPs per step", "cache train", "host memory", "step "):
         assert any(line.startswith(name) for line in lines), name
-    assert "at most" not in shown(padded)
+    assert "at most" not in shown(render(padded))
 
 
 def test_an_evaluation_set_is_counted_without_repeats_and_adds_its_loader(files: Any) -> None:
@@ -201,8 +190,7 @@ def test_a_cache_at_a_url_is_counted_by_its_manifest(project: Project) -> None:
 
 def test_a_pipeline_launch_is_estimated(files: Any) -> None:
     """Samples per step depend on pipelines, memory on the fullest stage; the screen names layout and blocks."""
-    for number in range(16):
-        files.image(f"{number}.png", 64, 64)
+    files.squares(16)
     top = "micro_batch_size_per_gpu = 2\npipeline_stages = 2\ngradient_accumulation_steps = 4"
     loaded = files.load(top=top, model=PRETRAIN)
     least = check.run(loaded)
@@ -210,7 +198,7 @@ def test_a_pipeline_launch_is_estimated(files: Any) -> None:
     pipes = check.run(loaded, 4)
     assert {row.global_batch for row in pipes.data.rows} == {2 * 4 * 2}
     assert pipes.gpu.state.value < check.run(files.load(model=PRETRAIN), 4, by_deepspeed=True).gpu.state.value
-    text = shown(pipes)
+    text = shown(render(pipes))
     assert "DeepSpeed (--deepspeed), ZeRO-1, 2 pipelines of 2 stages: layers 0 to 2, 3 to 5" in text
     assert f"on stage {pipes.gpu.stage}, which needs most" in text
     assert "micro-batch·4 accumulation·2 pipelines" in text
@@ -221,7 +209,7 @@ def test_every_layout_is_described(files: Any) -> None:
     files.image("one.png", 64, 64)
 
     def screen(world: int | None = None, by_deepspeed: bool = False, top: str = "") -> str:
-        return shown(check.run(files.load(top=top, model=PRETRAIN), world, by_deepspeed))
+        return shown(render(check.run(files.load(top=top, model=PRETRAIN), world, by_deepspeed)))
 
     assert "torch engine; see other launches with --processes N and --deepspeed" in screen()
     assert "blocks on GPUs" in screen()
@@ -263,8 +251,7 @@ def test_an_impossible_launch_is_rejected(files: Any, top: str, world: int, mess
 
 
 def test_a_cache_in_memory_is_added_to_host_or_gpu_memory(files: Any) -> None:
-    for number in range(6):
-        files.image(f"{number}.png", 64, 64)
+    files.squares(6)
     stream, host, device = (
         estimated(files.load(top=f'cache_residence = "{name}"')) for name in ("stream", "host", "device")
     )

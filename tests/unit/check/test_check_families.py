@@ -1,6 +1,5 @@
 """`check`, its conclusion and the choice of blocks for a family without formulas, kernels or a position table."""
 
-import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch import nn
 
 from sd3_light.check import verb as check
@@ -24,6 +22,7 @@ from sd3_light.core.start import WeightsStart
 from sd3_light.engines import Launch
 from sd3_light.engines.blocks import choose_blocks, require_blocks
 from sd3_light.engines.processes import ProcessGroups
+from tests.unit.check.conftest import shown
 from tests.unit.families.test_counted_cost import DUAL, CountedSD3
 
 CPU = torch.device("cpu")
@@ -102,9 +101,7 @@ def test_another_family_is_checked(flux: None, files: Any) -> None:
     assert estimate.setup.block_kind == "stock"
     lines = dict(conclude(loaded.train, estimate, Target()))
     assert lines["trains"] == f"weights of a tiny Flux ({COST.parameters:,} parameters, guidance 3.5)"
-    console = Console(width=240, file=io.StringIO())
-    console.print(render(estimate))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = shown(render(estimate))
     for words in ("Flux: 4 blocks, width 128", "that the denoiser was distilled with", "96, padded"):
         assert words in text
     assert "because Flux has no fast blocks" in text

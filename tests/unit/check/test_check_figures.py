@@ -21,8 +21,7 @@ LORA = {"model": "", "tables": "[adapter]\nrank = 4"}
 def numbers(files: Any) -> Callable[..., tuple[dict[str, Any], dict[str, str], Any]]:
     """Return the figures, the conclusion and the estimate of a config with four images."""
     files.denoiser("sd3/transformer")
-    for number in range(4):
-        files.image(f"{number}.png", 64, 64)
+    files.squares(4)
 
     def of(target: Target, **changes: str) -> tuple[dict[str, Any], dict[str, str], Any]:
         loaded = files.load(**{"model": PRETRAIN, **changes})

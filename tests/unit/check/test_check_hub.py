@@ -113,11 +113,7 @@ def test_a_refusal_is_one_line_with_the_remedy(
 @pytest.mark.parametrize(
     ("file", "kind", "expected"),
     [
-        (
-            "model_index.json",
-            "FluxFillPipeline",
-            "takes images beside the text, which a dataset here does not",
-        ),
+        ("model_index.json", "FluxFillPipeline", "takes images beside the text, which a dataset here does not"),
         ("model_index.json", "KolorsPipeline", "of no known family; give a folder of StableDiffusion3Pipeline"),
         ("modular_model_index.json", "FluxModularPipeline", "a modular pipeline has no complete model folder; give"),
         ("README.md", "", "the repository has no model_index.json, so it is not a diffusers folder"),

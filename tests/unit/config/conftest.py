@@ -32,12 +32,7 @@ class Files:
         return load_config(self.write(top, model, tables, dataset))
 
     def faults(
-        self,
-        top: str = "",
-        model: str = "",
-        tables: str = "",
-        dataset: str = DATASET,
-        overrides: tuple[str, ...] = (),
+        self, top: str = "", model: str = "", tables: str = "", dataset: str = DATASET, overrides: tuple[str, ...] = ()
     ) -> tuple[Fault, ...]:
         with pytest.raises(ConfigFaults) as caught:
             load_config(self.write(top, model, tables, dataset), overrides)

@@ -12,17 +12,20 @@ from sd3_light.config.schema_blocks import LayerSyncConfig, RoutingConfig, layer
 OnlyFault = Callable[..., Fault]
 RECON = "text_recon_gamma = 0.1\n"
 AR = "enable_ar_bucket = true\n"
+PAIR = 'caption_column = ["a", "b"]\n'
 MANUAL = 'partition_method = "manual"\npipeline_stages = 3\n'
 RELEASE = "gradient_release = true\ngradient_clipping = 0.0\n"
 NARROW = '[optimizer]\nweight_dtype = "bfloat16"\n'
 FSDP = 'parallel = "fsdp2"'
-EMA = "[ema]\nenable = true\n"
 ROUTING, SYNC = "[model.routing]\n", "[model.layer_sync]\n"
 ALIGNMENT = "[objective.alignment]\n"
 AVERAGE = 'teacher = "average"\n'
 TEACHER = 'teacher_path = "teacher"\n'
 EMA = "[ema]\nenable = true\n"
 SAMPLES = '[sampling]\nprompts = ["a"]\nevery_n_steps = 5'
+SNAPSHOTS = "snapshot_every_n_steps = 5\n"
+PREFETCH = "prefetch_batches_per_worker = 2\n"
+EVALUATED = 'eval_datasets = ["data.toml"]\n'
 SHAPE = "[model.shape]\nnum_layers = 2\n"
 FLOW = "[objective.flow]\n"
 
@@ -57,7 +60,6 @@ FLOW = "[objective.flow]\n"
         ("", "shift = 3.0\nflux_shift = true", "", "model.shift"),
         ("pipeline_stages = 2\nzero_stage = 0", "", "", "zero_stage"),
         ("pipeline_stages = 2\nzero_stage = 2", "", "", "zero_stage"),
-        ("pipeline_stages = 2\nzero_stage = 3", "", "", "zero_stage"),
         (f"pipeline_stages = 2\n{FSDP}", "", "", "parallel"),
         ("pipeline_stages = 18", "", "", "pipeline_stages"),
         ('pipeline_stages = 2\ncache_residence = "device"', "", "", "cache_residence"),
@@ -71,15 +73,12 @@ FLOW = "[objective.flow]\n"
         ('lr_scheduler = "step"\nlr_step_gamma = 0.5', "", "", "lr_step_size"),
         ("lr_step_size = 3", "", "", "lr_step_size"),
         (FSDP, "", '[optimizer]\ntype = "adafactor"', "optimizer.type"),
-        (FSDP, "", '[optimizer]\ntype = "prodigy"', "optimizer.type"),
-        (FSDP, "", '[optimizer]\ntype = "adamw8bit"', "optimizer.type"),
         ("pipeline_stages = 2", "", '[optimizer]\ntype = "muon"', "optimizer.type"),
         ("gradient_release = true", "", "", "gradient_clipping"),
         (RELEASE + "gradient_accumulation_steps = 2", "", "", "gradient_accumulation_steps"),
         (RELEASE + FSDP, "", "", "gradient_release"),
         (RELEASE + "pipeline_stages = 2", "", "", "gradient_release"),
         (RELEASE, "", '[optimizer]\ntype = "muon"', "gradient_release"),
-        (RELEASE, "", '[optimizer]\ntype = "prodigy"', "gradient_release"),
         (RELEASE + "fp8 = true", "", "", "fp8"),
         ("swap_blocks = 3", "", "", "swap_blocks"),
         (FSDP, "", NARROW, "optimizer.weight_dtype"),
@@ -87,7 +86,6 @@ FLOW = "[objective.flow]\n"
         ("", "", NARROW + 'type = "muon"', "optimizer.weight_dtype"),
         ("", "", "[optimizer]\nsplit_modulation = true", "optimizer.split_modulation"),
         ("", "sqrt_shift = true\nflux_shift = true", "", "model.flux_shift"),
-        ("", "sqrt_shift = true\nshift = 3.0", "", "model.shift"),
         ("", 'timestep_sample_method = "uniform"\nlogit_mean = 0.5', "", "model.logit_mean"),
         ("", 'timestep_sample_method = "uniform"\nuniform_share = 0.1', "", "model.uniform_share"),
         ("", "uniform_share = 1.0", "", "model.uniform_share"),
@@ -97,12 +95,10 @@ FLOW = "[objective.flow]\n"
         ("", "", SHAPE + "num_heads = 4\nhead_dim = 512", "model.shape.head_dim"),
         ("", "", SHAPE, "model.shape.num_heads"),
         ("", RECON + "text_recon_target_layer = 1", SHAPE + "num_heads = 2", "model.text_recon_target_layer"),
-        ("", "", ROUTING + "last_block = 15", "model.routing"),
         ("", "", ROUTING + "first_block = 5\nlast_block = 4", "model.routing"),
         ("", "", ROUTING + "share = 1.0", "model.routing.share"),
         ("", "num_layers = 1", ROUTING, "model.routing"),
         ("pipeline_stages = 2", "", ROUTING, "model.routing"),
-        ("", "", SYNC + "late_block = 15", "model.layer_sync"),
         ("", "", SYNC + "early_block = 9\nlate_block = 9", "model.layer_sync"),
         ("", "", SYNC + "weight = 0", "model.layer_sync.weight"),
         ("", 'size = "tiny2"', SYNC, "model.layer_sync"),
@@ -112,7 +108,6 @@ FLOW = "[objective.flow]\n"
         ('lr_scheduler = "cosine"\ncooldown_steps = 2', "", "", "cooldown_steps"),
         ("cooldown_steps = 1000000", "", "", "cooldown_steps"),
         ("cooldown_steps = 1.5", "", "", "cooldown_steps"),
-        ("cooldown_steps = true", "", "", "cooldown_steps"),
         ("cooldown_steps = -0.2", "", "", "cooldown_steps"),
         ("force_constant_lr = 0.1\ncooldown_steps = 2", "", "", "cooldown_steps"),
         ("", "", '[sampling]\nprompts = ["a"]', "sampling.every_n_steps"),
@@ -127,27 +122,12 @@ FLOW = "[objective.flow]\n"
         ("", "", EMA + "[[ema.track]]\nname = 'a'", "ema.track[0]"),
         ("", "", EMA + "[[ema.track]]\nname = 'a'\npower_width = 0.3", "ema.track[0].power_width"),
         ("", "", EMA + "[[ema.track]]\nname = 'a'\ndecay = 0.9\nupdate_every = 0", "ema.track[0].update_every"),
-        ("", "", EMA + "snapshot_every_n_steps = 5", "ema.snapshot_every_n_steps"),
-        (
-            "",
-            "",
-            EMA + "snapshot_every_n_steps = 5\n[[ema.track]]\nname = 'a'\ndecay = 0.9",
-            "ema.snapshot_every_n_steps",
-        ),
+        ("", "", EMA + SNAPSHOTS, "ema.snapshot_every_n_steps"),
+        ("", "", EMA + SNAPSHOTS + "[[ema.track]]\nname = 'a'\ndecay = 0.9", "ema.snapshot_every_n_steps"),
         ("", "", EMA + "snapshot_dtype = 'bfloat16'", "ema.snapshot_dtype"),
-        (
-            "prefetch_batches_per_worker = 2\ndataloader_prefetch_per_worker = 3",
-            "",
-            "",
-            "dataloader_prefetch_per_worker",
-        ),
+        (PREFETCH + "dataloader_prefetch_per_worker = 3", "", "", "dataloader_prefetch_per_worker"),
         ("micro_batch_size_per_gpu = [[512, 4]]", "", "", "micro_batch_size_per_gpu"),
-        (
-            'eval_datasets = ["data.toml"]\neval_micro_batch_size_per_gpu = [[512, 4]]',
-            "",
-            "",
-            "eval_micro_batch_size_per_gpu",
-        ),
+        (EVALUATED + "eval_micro_batch_size_per_gpu = [[512, 4]]", "", "", "eval_micro_batch_size_per_gpu"),
     ],
 )
 def test_train_faults(only_fault: OnlyFault, top: str, model: str, tables: str, key: str) -> None:
@@ -173,10 +153,11 @@ def test_train_faults(only_fault: OnlyFault, top: str, model: str, tables: str, 
         (FSDP, "", '[optimizer]\ntype = "muon"'),
         ("", RECON + "text_recon_target_layer = 0\nqk_norm = false", SHAPE + "num_heads = 4\nhead_dim = 32"),
         ("cooldown_steps = 0.2", "", ""),
+        ("epochs = 1", "", ""),
         ("cooldown_steps = 2", "sqrt_shift = true\nlogit_mean = -0.5\nuniform_share = 0.1", ""),
         ("", "", EMA + "snapshot_every_n_steps = 5\n[[ema.track]]\nname = 'a'\npower_width = 0.1\nupdate_every = 1"),
         ("", 'uncond_text = "empty"', f'{SAMPLES}\nnegative_prompt = "b"\nsize = [64, 48]'),
-        ("prefetch_batches_per_worker = 2\ndataloader_prefetch_per_worker = 2", "", ""),
+        (PREFETCH + "dataloader_prefetch_per_worker = 2", "", ""),
         ("micro_batch_size_per_gpu = [[512, 4], [256, 8]]", "", ""),
         ("", "position_crop_side = 192", ROUTING + "first_block = 14\nlast_block = 14\n" + SYNC + "late_block = 14"),
         ("pipeline_stages = 2", "position_crop_side = 64", ""),
@@ -195,24 +176,20 @@ def test_two_eval_datasets_with_the_same_name(files: Any) -> None:
     assert [fault.key for fault in faults] == ["eval_datasets[0]", "eval_datasets[1]"]
 
 
-@pytest.mark.parametrize("missing", ["max_steps", "save_every_n_steps"])
-def test_a_run_needs_an_end_and_saves(files: Any, missing: str) -> None:
+@pytest.mark.parametrize(
+    ("missing", "problem", "enough"),
+    [
+        ("max_steps", "neither epochs nor max_steps", "epochs=1"),
+        ("save_every_n_steps", "nothing is ever saved", "checkpoint_every_n_minutes=30"),
+        ("save_every_n_steps", "nothing is ever saved", "save_every_n_epochs=1"),
+    ],
+)
+def test_a_run_needs_an_end_and_saves(files: Any, missing: str, problem: str, enough: str) -> None:
     path = files.write()
     path.write_text("\n".join(line for line in path.read_text().splitlines() if not line.startswith(missing)))
-    with pytest.raises(
-        ConfigFaults, match="neither epochs nor max_steps" if missing == "max_steps" else "save_every_n_"
-    ):
+    with pytest.raises(ConfigFaults, match=problem):
         load_config(path)
-
-
-@pytest.mark.parametrize("line", ["checkpoint_every_n_minutes = 30", "save_every_n_epochs = 1"])
-def test_one_save_interval_is_enough(files: Any, line: str) -> None:
-    path = files.write(line)
-    assert load_config(path, ["epochs=1"]).train.epochs == 1
-    path.write_text(
-        "\n".join(text for text in path.read_text().splitlines() if not text.startswith("save_every_n_steps"))
-    )
-    assert load_config(path).train.save_every_n_steps is None
+    assert getattr(load_config(path, [enough]).train, missing) is None
 
 
 @pytest.mark.parametrize(
@@ -247,13 +224,9 @@ def test_one_save_interval_is_enough(files: Any, line: str) -> None:
         ("resolutions = [256]", "num_repeats = 0", "directory[0].num_repeats"),
         ("resolutions = [256]", 'caption_column = ["a"]', "directory[0].caption_column"),
         ("resolutions = [256]", 'caption_column = ["a", "A"]', "directory[0].caption_column"),
-        ("resolutions = [256]", 'caption_column = ["a", "b"]\ncaption_weights = [1.0]', "directory[0].caption_weights"),
+        ("resolutions = [256]", PAIR + "caption_weights = [1.0]", "directory[0].caption_weights"),
         ("resolutions = [256]\ncaption_weights = [1.0, 2.0]", 'caption_column = "a"', "caption_weights"),
-        (
-            "resolutions = [256]",
-            'caption_column = ["a", "b"]\ncaption_weights = [1.0, 0.0]',
-            "directory[0].caption_weights[1]",
-        ),
+        ("resolutions = [256]", PAIR + "caption_weights = [1.0, 0.0]", "directory[0].caption_weights[1]"),
         ("resolutions = [256]", "subsample_ratio = 1.1", "directory[0].subsample_ratio"),
     ],
 )

@@ -1,7 +1,6 @@
 """All faults are in one report, each with a readable message."""
 
-from collections.abc import Callable, Sequence
-from difflib import SequenceMatcher
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 
 from sd3_light.config import ConfigFaults, Fault, load_config, validation
 from sd3_light.config.faults import MOST_SHOWN
-from sd3_light.config.validation import SCHEMAS, is_secret_key
+from sd3_light.config.validation import is_secret_key
 from tests.unit.config.conftest import DATASET
 
 OnlyFault = Callable[..., Fault]
@@ -79,12 +78,7 @@ def test_files_in_place_of_each_other_are_one_fault(files: Any, only_fault: Only
         ("zero_stage = 4", "out of range", "an integer >= 0 and <= 3", None),
         ("pseudo_huber_c = 0", "out of range", "a number > 0", None),
         ('parallel = "fsdp"', "unknown value", '"ddp", "fsdp2"', 'did you mean "fsdp2"?'),
-        (
-            'save_dtype = "BFloat16"',
-            "unknown value",
-            '"float32", "bfloat16", "float16"',
-            'did you mean "bfloat16"?',
-        ),
+        ('save_dtype = "BFloat16"', "unknown value", '"float32", "bfloat16", "float16"', 'did you mean "bfloat16"?'),
     ],
 )
 def test_readable_messages(only_fault: OnlyFault, line: str, problem: str, allowed: str, hint: str | None) -> None:
@@ -293,16 +287,3 @@ def test_all_faults_are_shown_up_to_the_limit(files: Any) -> None:
         files.load("".join(f"unknown_{number} = 1\n" for number in range(MOST_SHOWN)))
     assert len(str(caught.value).splitlines()) == 1 + MOST_SHOWN
     assert "more" not in str(caught.value).splitlines()[-1]
-
-
-def test_the_nearest_key_is_the_first_of_equally_near_ones() -> None:
-    def by_all_ratios(name: str, options: Sequence[str], cutoff: float) -> str | None:
-        likeness = {option: SequenceMatcher(None, option, name).ratio() for option in options}
-        best = max(options, key=likeness.__getitem__)
-        return best if likeness[best] >= cutoff else None
-
-    options = [key for kind in SCHEMAS for _, key in validation._keys(kind)]
-    names = [*(option[1:] + "x" for option in options[::10]), *(option[::-1] for option in options[::40]), "a", "zzzz"]
-    for cutoff in (0.6, 0.7):
-        for name in names:
-            assert validation._closest(name, options, cutoff) == by_all_ratios(name, options, cutoff)

@@ -10,7 +10,7 @@ from sd3_light.config import SIZES, ModelSize
 from sd3_light.config.schema_blocks import TokenRoute
 from sd3_light.core.cost import Tokens
 from sd3_light.cost.training_flops import step_flops, training_flops
-from sd3_light.families.sd3.between_blocks import BetweenBlocks, BetweenPlan
+from sd3_light.families.sd3.between_blocks import BetweenBlocks, BetweenOptions
 from sd3_light.families.sd3.cost import SD3Cost, block_weights, forward_flops, image_tokens
 from sd3_light.families.sd3.layers import build_layers, run_layers
 from sd3_light.optim.groups import WeightKinds
@@ -53,7 +53,7 @@ def test_routed_flops_match_torchs_count(size: ModelSize) -> None:
     kept = torch.tensor([[0, 1, 2, 3], [2, 5, 7, 9]])
     inputs = [torch.randn(BATCH, 16, 8, 8), torch.rand(BATCH), torch.randn(BATCH, 7, size.text_width)]
     inputs.append(torch.randn(BATCH, size.pooled_width))
-    between = BetweenBlocks(BetweenPlan(route, None), kept, torch.sub)
+    between = BetweenBlocks(BetweenOptions(route, None), kept, torch.sub)
     with sdpa_kernel(SDPBackend.MATH):
         with FlopCounterMode(display=False) as forward:
             patches = run_layers(build_layers(transformer), inputs, between=between)[0]

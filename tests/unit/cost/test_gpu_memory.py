@@ -28,7 +28,7 @@ from sd3_light.cost.gpu_memory import (
     state_bytes,
 )
 from sd3_light.cost.training_setup import TrainingSetup
-from sd3_light.families.sd3.between_blocks import BetweenBlocks, BetweenPlan
+from sd3_light.families.sd3.between_blocks import BetweenBlocks, BetweenOptions
 from sd3_light.families.sd3.cost import SD3Cost, held_activations, kept_activations
 from sd3_light.families.sd3.fast.block import BlockOptions, Keep
 from sd3_light.families.sd3.fast.forward import FastDenoiser
@@ -112,7 +112,7 @@ def allocated_in_a_step(setup: TrainingSetup, pair: BlockPair | None = None) -> 
                 kept = None
                 if cost.route is not None:
                     kept = torch.zeros(setup.batch, cost.route.tokens_in(2, setup.tokens.image)).int()
-                between = BetweenBlocks(BetweenPlan(cost.route, pair), kept, alignment_loss)
+                between = BetweenBlocks(BetweenOptions(cost.route, pair), kept, alignment_loss)
                 patches = run_layers(build_layers(transformer), inputs, setup.checkpointing, between)[0]
             loss = flow_loss(unpatchify(patches, side, side), target).mean()
             (loss if between.compared is None else loss + between.compared.mean()).backward()

@@ -1,4 +1,4 @@
-"""Units of work: a pure function of the catalogue; a change renames exactly the units that it affects."""
+"""The shards of a plan: a pure function of the catalogue; a change renames exactly the shards that it affects."""
 
 import json
 import os
@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from sd3_light.cache.manifest_writer import sort_units
+from sd3_light.cache.manifest_writer import sort_shards
 from sd3_light.config import DirectoryConfig
 from sd3_light.data import cache_plan as module
 from sd3_light.data.cache_plan import CachePlan
 from sd3_light.randomness import sample_id
 from sd3_light.sources.buckets import assign_all, buckets_by_resolution
 from sd3_light.sources.catalogue import InputRow, chunks, make_sources
-from tests.unit.sources.catalogues import RECIPE, directory, plan_for, sample_names, unit_files, unit_of, write_image
+from tests.unit.sources.catalogues import RECIPE, directory, plan_for, sample_names, shard_files, shard_of, write_image
 from tests.unit.sources.inputs import scan_all
 
 pytestmark = pytest.mark.usefixtures("small_parts")
@@ -26,11 +26,11 @@ pytestmark = pytest.mark.usefixtures("small_parts")
 SIZES = [(64, 64), (96, 48), (48, 96), (70, 60)]
 
 
-# --- contents of units ---------------------------------------------------------------------------
+# --- contents of shards ---------------------------------------------------------------------------
 
 
 def naive(directories: Sequence[DirectoryConfig], size: int) -> list[tuple[Any, ...]]:
-    """Return (label, resolution, bucket, keys) of each unit, computed naively in memory."""
+    """Return (label, resolution, bucket, keys) of each shard, computed naively in memory."""
     samples: dict[Any, list[str]] = {}
     by_label = {source.label: source.directory for source in make_sources(directories)}
     order = {label: index for index, label in enumerate(by_label)}
@@ -67,31 +67,33 @@ def test_a_plan_matches_the_naive_computation(tmp_path: Path, cache: Path, keys:
         write_image(tmp_path / "b" / f"{number:02}.png", number, SIZES[number % 3])
     directories = [directory(tmp_path / "b", **keys), directory(tmp_path / "a", **keys)]
     plan = plan_for(cache, directories, size=size)
-    units = []
-    for unit in sort_units(plan.units):
-        members = plan.members(unit)
-        units.append((unit.label, unit.resolution, unit.bucket, [member.row.key for member in members]))
-        assert unit.count == len(members) <= size
-        assert plan.ids(unit).tolist() == [sample_id(member.row.key) for member in members]
-        assert [member.identity for member in members] == plan.ids(unit).tolist()
-        assert plan.source(unit).label == unit.label
-        entry = unit.entry
-        assert (entry.file, entry.bucket, entry.resolution) == (unit.file, str(unit.bucket), unit.resolution)
-        assert (entry.directory, entry.fingerprint) == (unit.label, unit.fingerprint)
-        assert f"-r{unit.resolution[0]}x{unit.resolution[1]}-{unit.bucket}-{unit.fingerprint[:20]}." in unit.file
-    assert units == naive(directories, size)
-    assert len(set(unit_files(plan))) == len(plan.units)
-    assert [unit.number for unit in plan.units] == list(range(len(plan.units)))
+    planned = []
+    for shard in sort_shards(plan.shards):
+        members = plan.members(shard)
+        planned.append((shard.label, shard.resolution, shard.bucket, [member.row.key for member in members]))
+        assert shard.count == len(members) <= size
+        assert plan.ids(shard).tolist() == [sample_id(member.row.key) for member in members]
+        assert [member.identity for member in members] == plan.ids(shard).tolist()
+        assert plan.source(shard).label == shard.label
+        entry = shard.entry
+        assert (entry.file, entry.bucket, entry.resolution) == (shard.file, str(shard.bucket), shard.resolution)
+        assert (entry.directory, entry.fingerprint) == (shard.label, shard.fingerprint)
+        assert f"-r{shard.resolution[0]}x{shard.resolution[1]}-{shard.bucket}-{shard.fingerprint[:20]}." in shard.file
+    assert planned == naive(directories, size)
+    assert len(set(shard_files(plan))) == len(plan.shards)
+    assert [shard.number for shard in plan.shards] == list(range(len(plan.shards)))
 
 
-def test_units_do_not_depend_on_the_batches_they_are_written_in(
+def test_shards_do_not_depend_on_the_batches_they_are_written_in(
     images: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = [(unit, sample_names(plan, unit)) for plan in [plan_for(cache, images, size=4)] for unit in plan.units]
+    expected = [
+        (shard, sample_names(plan, shard)) for plan in [plan_for(cache, images, size=4)] for shard in plan.shards
+    ]
     assert len(expected) > 9
-    monkeypatch.setattr(module, "_UNITS_PER_BATCH", 3)
+    monkeypatch.setattr(module, "_SHARDS_PER_BATCH", 3)
     plan = plan_for(cache.with_name("other"), images, size=4)
-    assert [(unit, sample_names(plan, unit)) for unit in plan.units] == expected
+    assert [(shard, sample_names(plan, shard)) for shard in plan.shards] == expected
 
 
 def test_crops_and_enlargements_are_counted(cache: Path, tmp_path: Path) -> None:
@@ -102,11 +104,11 @@ def test_crops_and_enlargements_are_counted(cache: Path, tmp_path: Path) -> None
     assert (counts.images, counts.cropped, counts.enlarged) == (3, 1, 1)
 
 
-# --- changes that rename units -------------------------------------------------------------------
+# --- changes that rename shards -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("change", ["caption", "image", "mask"])
-def test_a_changed_sample_renames_only_its_unit(images: Path, cache: Path, tmp_path: Path, change: str) -> None:
+def test_a_changed_sample_renames_only_its_shard(images: Path, cache: Path, tmp_path: Path, change: str) -> None:
     for number in range(30):
         write_image(tmp_path / "masks" / f"{number:02}.png", 255, caption=None)
     keys = [directory(images, mask_path=tmp_path / "masks")]
@@ -118,9 +120,9 @@ def test_a_changed_sample_renames_only_its_unit(images: Path, cache: Path, tmp_p
     else:
         write_image(tmp_path / "masks" / "15.png", 100, caption=None)
     after = plan_for(cache, keys)
-    old, new = unit_of(before, "15.png"), unit_of(after, "15.png")
+    old, new = shard_of(before, "15.png"), shard_of(after, "15.png")
     assert old != new
-    assert [new if file == old else file for file in unit_files(before)] == unit_files(after)
+    assert [new if file == old else file for file in shard_files(before)] == shard_files(after)
 
 
 CHANGES = {
@@ -141,7 +143,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_that_affects_all_samples_renames_all_units(
+def test_a_change_that_affects_all_samples_renames_all_shards(
     images: Path, cache: Path, tmp_path: Path, change: str
 ) -> None:
     recipe, keys = CHANGES[change]
@@ -151,22 +153,22 @@ def test_a_change_that_affects_all_samples_renames_all_units(
     paths = {key: tmp_path / value for key, value in keys.items() if key in ("default_mask_file", "mask_path")}
     before = plan_for(cache, images)
     after = plan_for(cache, [directory(images, **{**keys, **paths})], recipe)
-    assert sum(unit.count for unit in after.units) == 30
-    assert set(unit_files(after)).isdisjoint(unit_files(before))
+    assert sum(shard.count for shard in after.shards) == 30
+    assert set(shard_files(after)).isdisjoint(shard_files(before))
 
 
-def test_settings_that_skip_samples_rename_units(images: Path, cache: Path) -> None:
+def test_settings_that_skip_samples_rename_shards(images: Path, cache: Path) -> None:
     write_image(images / "15.png", 15, caption=" ")
     before = plan_for(cache, images)
     without = plan_for(cache, [directory(images, skip_empty_caption=True)])
-    assert sum(unit.count for unit in without.units) == 29
-    assert unit_of(before, "15.png") not in unit_files(without)
+    assert sum(shard.count for shard in without.shards) == 29
+    assert shard_of(before, "15.png") not in shard_files(without)
     half = plan_for(cache, [directory(images, subsample_ratio=0.5)])
-    assert 5 < sum(unit.count for unit in half.units) < 25
+    assert 5 < sum(shard.count for shard in half.shards) < 25
 
 
 def selected(plan: CachePlan) -> set[str]:
-    return {name for unit in plan.units for name in sample_names(plan, unit)}
+    return {name for shard in plan.shards for name in sample_names(plan, shard)}
 
 
 def test_where_selects_by_columns_and_by_the_size_of_images(images: Path, cache: Path) -> None:
@@ -192,7 +194,7 @@ def test_where_selects_by_columns_and_by_the_size_of_images(images: Path, cache:
     rows[3]["score"] = 20
     (images / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     assert selected(plan_for(cache, [directory(images, where="width > 64 or score > 30")])) == {"28.png"}
-    assert unit_files(plan_for(cache, images)) == unit_files(every)
+    assert shard_files(plan_for(cache, images)) == shard_files(every)
 
 
 @pytest.mark.parametrize(("keep", "count"), [("keep", 32), ("drop", 30)])
@@ -206,7 +208,7 @@ def test_images_with_equal_bytes_are_counted_or_dropped(
     (tmp_path / "other" / "elsewhere.txt").write_text("another caption", encoding="utf-8")
     plan = plan_for(cache, [directory(images, duplicates=keep), directory(tmp_path / "other", duplicates=keep)])
     assert plan.counts.duplicates == {keep: 2}
-    assert plan.counts.images == sum(unit.count for unit in plan.units) == count
+    assert plan.counts.images == sum(shard.count for shard in plan.shards) == count
     assert selected(plan).isdisjoint({"copy.png", "elsewhere.png"}) == (keep == "drop")
 
 
@@ -242,7 +244,7 @@ def test_similar_images_are_dropped_on_request_with_any_number_of_workers(scenes
     assert dropped["drop_similar", 0] == dropped["drop_similar", 2] == {"03.png", "04.png", "05.png"}
     plan = plans["drop_similar", 0]
     assert plan.counts.duplicates == {"drop": 1, "similar": 2}
-    assert unit_files(plan) == unit_files(plans["drop_similar", 2])
+    assert shard_files(plan) == shard_files(plans["drop_similar", 2])
     lists = [each.duplicates_file.read_text(encoding="utf-8") for each in plans.values()]
     assert lists[1] == lists[2]
     assert [tuple(json.loads(line).values()) for line in lists[1].splitlines()] == [
@@ -265,10 +267,10 @@ def test_thumbnails_are_made_when_they_are_first_needed(scenes: Path, cache: Pat
     assert again.duplicates_file.read_bytes() == listed, "a missing list is written again"
 
 
-def test_a_different_shuffle_delimiter_renames_the_unit(images: Path, cache: Path) -> None:
+def test_a_different_shuffle_delimiter_renames_the_shard(images: Path, cache: Path) -> None:
     write_image(images / "15.png", 15, caption="a; b, c; d, e")
     names = [
-        unit_of(plan_for(cache, [directory(images, cache_shuffle_num=2, cache_shuffle_delimiter=text)]), "15.png")
+        shard_of(plan_for(cache, [directory(images, cache_shuffle_num=2, cache_shuffle_delimiter=text)]), "15.png")
         for text in (", ", "; ")
     ]
     assert names[0] != names[1]
@@ -294,7 +296,7 @@ def test_a_different_shuffle_delimiter_renames_the_unit(images: Path, cache: Pat
     ],
 )
 def test_settings_that_do_not_affect_features_rename_nothing(images: Path, cache: Path, keys: dict[str, Any]) -> None:
-    assert unit_files(plan_for(cache, [directory(images, **keys)])) == unit_files(plan_for(cache, images))
+    assert shard_files(plan_for(cache, [directory(images, **keys)])) == shard_files(plan_for(cache, images))
 
 
 @pytest.mark.parametrize("change", ["times", "copied", "masks moved"])
@@ -304,7 +306,7 @@ def test_new_paths_and_times_of_the_same_bytes_rename_nothing(
     masks = tmp_path / "masks"
     for number in range(30):
         write_image(masks / f"{number:02}.png", 255, caption=None)
-    before = unit_files(plan_for(cache, [directory(images, mask_path=masks)]))
+    before = shard_files(plan_for(cache, [directory(images, mask_path=masks)]))
     if change == "times":
         for path in images.iterdir():
             os.utime(path, ns=(1, 1))
@@ -312,26 +314,26 @@ def test_new_paths_and_times_of_the_same_bytes_rename_nothing(
         images = Path(shutil.copytree(images, tmp_path / "copy" / "images", copy_function=shutil.copyfile))
     if change == "masks moved":
         masks = masks.rename(tmp_path / "other masks")
-    assert unit_files(plan_for(cache, [directory(images, mask_path=masks)])) == before
+    assert shard_files(plan_for(cache, [directory(images, mask_path=masks)])) == before
 
 
 def test_adding_a_directory_leaves_the_first_unchanged(images: Path, cache: Path, tmp_path: Path) -> None:
-    before = unit_files(plan_for(cache, images))
+    before = shard_files(plan_for(cache, images))
     write_image(tmp_path / "more" / "a.png")
     for directories in ([tmp_path / "more", images], [images, tmp_path / "more"]):
-        after = unit_files(plan_for(cache, [directory(path) for path in directories]))
+        after = shard_files(plan_for(cache, [directory(path) for path in directories]))
         assert [file for file in after if file.startswith("images-0-")] == before
         assert len(after) == len(before) + 1
 
 
-def test_removing_an_empty_mask_renames_its_unit(images: Path, cache: Path, tmp_path: Path) -> None:
-    """The sample was rejected because of the mask, so the existing unit lacks it."""
+def test_removing_an_empty_mask_renames_its_shard(images: Path, cache: Path, tmp_path: Path) -> None:
+    """The sample was rejected because of the mask, so the existing shard lacks it."""
     (tmp_path / "masks").mkdir()
     (tmp_path / "masks" / "15.png").touch()
     keys = [directory(images, mask_path=tmp_path / "masks")]
     before = plan_for(cache, keys)
     (tmp_path / "masks" / "15.png").unlink()
-    assert unit_of(plan_for(cache, keys), "15.png") != unit_of(before, "15.png")
+    assert shard_of(plan_for(cache, keys), "15.png") != shard_of(before, "15.png")
 
 
 def test_fingerprints_keep_their_parts_apart() -> None:

@@ -26,8 +26,8 @@ from tests.unit.sources.catalogues import (
     directory,
     plan_for,
     sample_names,
+    shard_files,
     start,
-    unit_files,
     write_image,
 )
 from tests.waiting import HANG_SECONDS
@@ -40,10 +40,12 @@ def test_an_unchanged_plan_is_reused(images: Path, cache: Path, monkeypatch: pyt
     before = plan_for(cache, images)
     monkeypatch.setattr(module, "_Planner", lambda *_: pytest.fail("it was planned again"))
     after = plan_for(cache, images)
-    assert after.units == before.units
+    assert after.shards == before.shards
     assert after.counts == before.counts
     assert after.counts.rejected == {"not_an_image": 1}
-    assert [sample_names(after, unit) for unit in after.units] == [sample_names(before, unit) for unit in before.units]
+    assert [sample_names(after, shard) for shard in after.shards] == [
+        sample_names(before, shard) for shard in before.shards
+    ]
 
 
 @pytest.mark.parametrize("change", ["size", "recipe", "setting", "file", "version"])
@@ -64,12 +66,12 @@ def test_a_change_makes_a_new_plan(images: Path, cache: Path, monkeypatch: pytes
 
 def test_a_plan_without_its_counts_is_rebuilt(images: Path, cache: Path) -> None:
     """The planner was killed between the two files."""
-    before = unit_files(plan_for(cache, images))
+    before = shard_files(plan_for(cache, images))
     (counts,) = (cache / "catalogue").glob("plan-*.json")
     counts.unlink()
     (plan,) = (cache / "catalogue").glob("plan-*.arrow")
     plan.write_bytes(b"")
-    assert unit_files(plan_for(cache, images)) == before
+    assert shard_files(plan_for(cache, images)) == before
 
 
 def test_a_plan_with_unreadable_inputs_is_rebuilt(images: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +90,7 @@ def test_a_plan_with_unreadable_inputs_is_rebuilt(images: Path, cache: Path, mon
         assert before.counts.rejected == {"unreadable": 1}
     after = plan_for(cache, images)
     assert after.counts.rejected == {}
-    assert unit_files(after) == unit_files(plan_for(cache.with_name("other"), images))
+    assert shard_files(after) == shard_files(plan_for(cache.with_name("other"), images))
 
 
 def test_the_most_recently_used_plans_are_kept(images: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,19 +115,19 @@ def plan_and_hang(cache: Path, images: Path, ready: Any) -> None:
 
 
 def test_the_work_of_a_killed_planner_is_taken_over(images: Path, cache: Path) -> None:
-    expected = unit_files(plan_for(cache.with_name("other"), images))
+    expected = shard_files(plan_for(cache.with_name("other"), images))
     ours, theirs = FORK.Pipe()
     process = start(plan_and_hang, cache, images, theirs)
     assert ours.poll(HANG_SECONDS)
     assert list((cache / "claims").glob("plan-*.claim"))
     process.kill()
     process.join()
-    assert unit_files(plan_for(cache, images)) == expected
+    assert shard_files(plan_for(cache, images)) == expected
 
 
 def test_a_living_planner_is_waited_for(images: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its plan is used, and nothing is planned twice."""
-    expected = unit_files(plan_for(cache, images))
+    expected = shard_files(plan_for(cache, images))
     aside = cache.with_name("aside")
     aside.mkdir()
     plans = list((cache / "catalogue").glob("plan-*"))
@@ -143,7 +145,7 @@ def test_a_living_planner_is_waited_for(images: Path, cache: Path, monkeypatch: 
                 path.rename(cache / "catalogue" / path.name)
 
         monkeypatch.setattr(time, "sleep", sleep)
-        assert unit_files(plan_for(cache, images)) == expected
+        assert shard_files(plan_for(cache, images)) == expected
     assert len(waits) == 1
 
 
@@ -178,10 +180,10 @@ def large(cache: Path, tmp_path: Path) -> Iterator[tuple[Catalogue, list[Listing
         yield catalogue, [write_listing(catalogue, directory(tmp_path), 24, 500)]
 
 
-def test_planning_holds_only_a_few_units_in_memory(
+def test_planning_holds_only_a_few_shards_in_memory(
     large: tuple[Catalogue, list[Listing]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_UNITS_PER_BATCH", 8)
+    monkeypatch.setattr(module, "_SHARDS_PER_BATCH", 8)
     catalogue, (listing,) = large
     first, second = (replace(listing, parts=parts) for parts in (listing.parts[:12], listing.parts[12:]))
     peaks = []
@@ -193,23 +195,23 @@ def test_planning_holds_only_a_few_units_in_memory(
             peaks.append(tracemalloc.get_traced_memory()[1])
         finally:
             tracemalloc.stop()
-    assert sum(unit.count for unit in plan.units) == 12_000
-    # a part of 500 rows and eight units, whatever the number of samples: all samples would be 12 MB
+    assert sum(shard.count for shard in plan.shards) == 12_000
+    # a part of 500 rows and eight shards, whatever the number of samples: all samples would be 12 MB
     assert peaks[-1] < 1.5e6
     assert peaks[-1] - peaks[-2] < 8 * 6_000, "less than a number per sample"
-    ids = np.concatenate([plan.ids(unit) for unit in plan.units])
+    ids = np.concatenate([plan.ids(shard) for shard in plan.shards])
     assert len(np.unique(ids)) == 12_000
-    for unit in (plan.units[0], plan.units[-1], plan.units[50]):
-        assert [member.identity for member in plan.members(unit)] == plan.ids(unit).tolist()
+    for shard in (plan.shards[0], plan.shards[-1], plan.shards[50]):
+        assert [member.identity for member in plan.members(shard)] == plan.ids(shard).tolist()
 
 
 def test_a_plan_is_opened_without_reading_its_samples(cache: Path, images: Path) -> None:
-    """Only the counts and one row per unit are read; samples are read from the catalogue on request."""
+    """Only the counts and one row per shard are read; samples are read from the catalogue on request."""
     plan = plan_for(cache, images)
     shutil.rmtree(cache / "catalogue" / "parts")
-    assert sum(unit.count for unit in plan.units) == 30
-    assert len(np.concatenate([plan.ids(unit) for unit in plan.units])) == 30
+    assert sum(shard.count for shard in plan.shards) == 30
+    assert len(np.concatenate([plan.ids(shard) for shard in plan.shards])) == 30
     with pytest.raises(UserError, match="run again"):
-        plan.members(plan.units[0])
+        plan.members(plan.shards[0])
     counts = json.loads(next((cache / "catalogue").glob("plan-*.json")).read_text())
     assert counts["pictures"] == 30

@@ -110,6 +110,14 @@ def test_an_update_is_announced_when_all_gradients_are_there(tmp_path: Path) -> 
     assert seen == [(len(engine.weights), True)]
 
 
+def test_losses_are_means_over_the_ranks(make: Callable[..., TorchEngine]) -> None:
+    alone, first_of_two = make(), make()
+    first_of_two.world_size = 2
+    first_of_two.sum_over_ranks = lambda numbers: 2 * numbers  # type: ignore[method-assign]
+    expected, averaged = (engine.train_step([line_batch()], 1e-2).read() for engine in (alone, first_of_two))
+    assert averaged.losses == pytest.approx(expected.losses)
+
+
 def test_accumulation_does_not_change_the_step(tmp_path: Path) -> None:
     whole, parts = real_engine(tmp_path), real_engine(tmp_path)
     for _ in range(2):

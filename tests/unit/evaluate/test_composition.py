@@ -54,7 +54,7 @@ def test_each_prompt_is_generated_once_with_its_own_seed_and_size(monkeypatch: p
 
     def fake(pipe: Any, requests: Sequence[ImageRequest], *rest: Any) -> list[Image.Image]:
         generated.extend(requests)
-        assert (pipe, rest) == ("pipe", (POLICY, 5, 3.0, 4, None))
+        assert (pipe, rest) == ("pipe", (POLICY, (5, 3.0), 4, None))
         return [
             render_scene(prompt.scene, request.width, request.height, np.random.default_rng(request.seed))
             for prompt, request in zip(PROMPTS, requests, strict=True)

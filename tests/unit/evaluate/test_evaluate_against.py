@@ -93,6 +93,8 @@ def test_models_and_baselines_in_one_table(folder: Path, tmp_path: Path) -> None
 def test_other_judges_groups_and_missing_models(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a diffusers folder"):
         against.run([folder / "good", tmp_path], tmp_path / "missing.toml", tmp_path)
+    with pytest.raises(UserError, match="is a folder; name the file of the page"):  # before any image is drawn
+        against.run([folder / "good"], tmp_path / "missing.toml", folder, page=tmp_path)
     measured = against.run([folder / "noise"], folder / "data.toml", write_vision(tmp_path), AgainstOptions(count=9))
     scores = measured.scores[str(folder / "noise")].estimates
     assert len(measured.truths) == 9
@@ -106,6 +108,16 @@ def test_other_judges_groups_and_missing_models(folder: Path, tmp_path: Path) ->
     options = AgainstOptions(training=tmp_path / "both.toml")
     measured = against.run([folder / "good"], folder / "data.toml", folder, options)
     assert measured.scores[BY_CAPTION_IN_GROUP].estimates["psnr"].value == 60  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_judge_that_shares_captions_with_the_encoders_is_noted(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], shares: bool
+) -> None:
+    monkeypatch.setattr(against, "shares_captions", lambda features: shares)
+    with pytest.raises(UserError, match=r"missing\.toml"):
+        against.run([folder / "good"], tmp_path / "missing.toml", write_vision(tmp_path))
+    assert ("learned from the same captions" in " ".join(capsys.readouterr().err.split())) is shares
 
 
 def test_all_images_of_all_rows_are_saved(folder: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from sd3_light.export.adapter_folder import adapter_modules, read_adapter, write
 from sd3_light.export.card import adapter_card
 from sd3_light.export.export_spec import AdapterSpec, ExportError
 from sd3_light.export.proof import ProofError, run_clean_process
+from sd3_light.export.trained_file import write_trained
 from sd3_light.families.sd3.random_weights import new_transformer
 from sd3_light.model.adapter_layers import LycorisModule
 from sd3_light.model.loading import load_diffusers_model
@@ -262,6 +263,17 @@ def test_the_card_of_an_adapter_has_the_licence_of_its_base_and_the_scores(tmp_p
     assert ModelCard(card).data.to_dict()["model-index"][0]["results"][0]["metrics"][0]["value"] == 0.25
     assert "copied from the model that training started from" in card
     assert "| images | 20 |" in card
+    card = adapter_card(spec_of(tmp_path / "sd3" / "transformer"), {})
+    assert "| base model | sd3 |" in card, "without its folders"
+    assert 'from_pretrained("path/to/sd3"' in card
+    exports = tmp_path / "runs" / "icons" / "exports"
+    (exports / "step-00000400").mkdir(parents=True)
+    (exports / "best").symlink_to("step-00000400")
+    for name in ("step-00000400", "best"):
+        card = adapter_card(spec_of(exports / name / "transformer"), {})
+        assert "| base model | icons, step-00000400 |" in card
+        assert "base_model" not in card
+        assert str(tmp_path) not in card
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
@@ -272,15 +284,22 @@ def test_the_card_of_an_adapter_names_the_library_that_loads_it(tmp_path: Path, 
     assert (data["pipeline_tag"], kind["type"] in data["tags"]) == ("text-to-image", True)
 
 
-def test_the_card_of_an_adapter_names_a_local_base_without_its_folders(tmp_path: Path) -> None:
-    card = adapter_card(spec_of(tmp_path / "sd3" / "transformer"), {})
-    assert "| base model | sd3 |" in card
-    assert 'from_pretrained("path/to/sd3"' in card
-    exports = tmp_path / "runs" / "icons" / "exports"
-    (exports / "step-00000400").mkdir(parents=True)
-    (exports / "best").symlink_to("step-00000400")
-    for name in ("step-00000400", "best"):
-        card = adapter_card(spec_of(exports / name / "transformer"), {})
-        assert "| base model | icons, step-00000400 |" in card
-        assert "base_model" not in card
-        assert str(tmp_path) not in card
+def test_a_failed_save_keeps_the_earlier_lora(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformer = SD3Transformer2DModel.from_pretrained(base)
+    adapter = AdapterConfig(rank=2, alpha=2, target_modules=["attn.to_q"])
+    weights = adapter_state(add_trained_adapter(transformer, adapter))
+    path = tmp_path / "lora.safetensors"
+    contents = set()
+    for factor in (1.0, 2.0):
+        write_trained(path, {name: factor * weight for name, weight in weights.items()}, transformer, adapter)
+        contents.add(before := path.read_bytes())
+    assert len(contents) == 2
+
+    def fail(*_: object, **__: object) -> Path:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(export_adapter, "write_lora", fail)
+    with pytest.raises(OSError, match="no space left"):
+        write_trained(path, weights, transformer, adapter)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["lora.safetensors"]

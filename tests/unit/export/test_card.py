@@ -49,7 +49,7 @@ def test_the_hub_reads_the_metadata(tmp_path: Path) -> None:
     assert values == {("held_out", 0.25), ("composition prompts", 0.5)}
 
 
-def test_the_licence_must_be_filled_in(tmp_path: Path) -> None:
+def test_the_licence_is_that_of_the_base_or_must_be_filled_in(tmp_path: Path) -> None:
     text = card(tmp_path)
     data = read(text, tmp_path)
     assert (data["license"], data["license_name"], data["license_link"]) == ("other", "not-stated", "LICENSE")
@@ -57,9 +57,6 @@ def test_the_licence_must_be_filled_in(tmp_path: Path) -> None:
     assert "not stated" in licence_file(tmp_path)["LICENSE"]
     (tmp_path / "README.md").write_text(text)
     assert "fill in `license`" in card(tmp_path), "an unstated licence is not copied"
-
-
-def test_the_licence_of_the_base_is_copied(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(
         "---\nlicense: other\nlicense_name: stabilityai-ai-community\nlicense_link: LICENSE.md\n---\n# SD3\n"
     )
@@ -68,6 +65,8 @@ def test_the_licence_of_the_base_is_copied(tmp_path: Path) -> None:
     assert (data["license"], data["license_name"]) == ("other", "stabilityai-ai-community")
     assert data["license_link"] == "LICENSE.md"
     assert licence_file(tmp_path) == {"LICENSE.md": "the community licence"}
+    os.truncate(tmp_path / "README.md", 1 << 40)
+    assert read(card(tmp_path), tmp_path)["license_name"] == "not-stated", "a huge card is not read"
 
 
 @pytest.mark.parametrize(
@@ -80,13 +79,6 @@ def test_a_link_to_a_licence_that_the_base_lacks_is_left_out(tmp_path: Path, lin
     (base / "README.md").write_text(f"---\nlicense: other\nlicense_name: x\nlicense_link: {link}\n---\n# SD3\n")
     assert read(card(base), tmp_path).get("license_link") == shown
     assert licence_file(base) == {}
-
-
-def test_a_huge_card_of_the_base_is_not_read(tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n")
-    assert read(card(tmp_path), tmp_path)["license"] == "mit"
-    os.truncate(tmp_path / "README.md", 1 << 40)
-    assert read(card(tmp_path), tmp_path)["license"] == "other"
 
 
 def test_the_table_shows_data_steps_sizes_and_scores(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def same_files(first: Path, second: Path, parts: Sequence[str]) -> None:
 # --- single files ------------------------------------------------------------------------------
 
 
-def test_a_folder_becomes_a_file_and_the_same_folder_again(wide: Path, tmp_path: Path) -> None:
+def test_a_folder_becomes_a_file_of_chosen_contents_and_the_same_folder_again(wide: Path, tmp_path: Path) -> None:
     file, back = tmp_path / "m.safetensors", tmp_path / "back"
     output = run("convert", wide, file, "--text-encoders")
     assert "identity blocks" in output
@@ -104,18 +104,15 @@ def test_a_folder_becomes_a_file_and_the_same_folder_again(wide: Path, tmp_path:
     run("convert", file, back, "--base", wide)
     same_files(wide, back, ("transformer", "vae", "text_encoder", "text_encoder_3", "tokenizer", "scheduler"))
     assert not list(tmp_path.glob(".*")), "nothing remains"
-
-
-def test_options_select_the_contents_of_the_file(wide: Path, tmp_path: Path) -> None:
-    file = tmp_path / "m.safetensors"
+    file, back = tmp_path / "few.safetensors", tmp_path / "again"
     output = run("convert", wide, file, "--no-vae", "--no-pad-blocks")
     keys = load_file(file)
     assert not any(key.startswith("first_stage_model.") for key in keys)
     assert not any(key.startswith("model.diffusion_model.joint_blocks.2.") for key in keys)
     assert "joint_blocks.1." in " ".join(keys)
     assert "note: " in output, "readers expect as many blocks as heads"
-    run("convert", file, tmp_path / "back", "--base", wide)
-    same_files(wide, tmp_path / "back", ("transformer", "vae"))
+    run("convert", file, back, "--base", wide)
+    same_files(wide, back, ("transformer", "vae"))
 
 
 def test_options_that_do_not_apply_are_refused(square: Path, tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_the_copy_is_cast_and_the_live_weights_are_untouched(demo_parts: Path, s
     assert uncast[WEIGHT].data_ptr() != state[WEIGHT].data_ptr()
 
 
-def test_the_proof_is_recorded(exported: Path, trained: State) -> None:
+def test_the_proof_and_the_text_policy_are_recorded(exported: Path, trained: State) -> None:
     proof = json.loads((exported / "proof.json").read_text())
     assert proof["tensors"] == len(trained)
     assert proof["max_difference"] <= 1e-5
@@ -172,6 +172,16 @@ def test_the_proof_is_recorded(exported: Path, trained: State) -> None:
     assert proof["diffusers"].startswith("0.")
     assert {"torch", "transformers", "safetensors", "seconds", "output_sha256", "picture_sha256"} <= set(proof)
     assert proof["weights_sha256"] == digest({name: tensor.half() for name, tensor in trained.items()})
+    facts = read_facts(exported)
+    assert facts["text"] == TEXT
+    assert (facts["weights"], facts["step"]) == ("ema", 5)
+    card = (exported / "README.md").read_text()
+    (link,) = re.findall(r"^license_link: (\S+)$", card, re.MULTILINE)
+    assert (exported / link).is_file()
+    assert "max_sequence_length=16" in card
+    assert "negative_prompt_embeds" in card, "stock guidance does not use zeros: the card explains it"
+    _, policy = open_pipeline(exported, torch.device("cpu"))
+    assert (policy.t5_max_length, policy.uncond_text) == (16, "zero")
 
 
 def test_frozen_parts_are_linked_and_others_can_be_read_as_any_new_file(exported: Path, demo_parts: Path) -> None:
@@ -239,19 +249,6 @@ def test_a_full_disk_keeps_the_earlier_export(
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_the_folder_records_its_text_policy(exported: Path) -> None:
-    facts = read_facts(exported)
-    assert facts["text"] == TEXT
-    assert (facts["weights"], facts["step"]) == ("ema", 5)
-    card = (exported / "README.md").read_text()
-    (link,) = re.findall(r"^license_link: (\S+)$", card, re.MULTILINE)
-    assert (exported / link).is_file()
-    assert "max_sequence_length=16" in card
-    assert "negative_prompt_embeds" in card, "stock guidance does not use zeros: the card explains it"
-    _, policy = open_pipeline(exported, torch.device("cpu"))
-    assert (policy.t5_max_length, policy.uncond_text) == (16, "zero")
-
-
 @pytest.mark.parametrize(
     ("keys", "shift", "dynamic"), [({}, 1.0, False), ({"shift": 3.0}, 3.0, False), ({"flux_shift": True}, 1.0, True)]
 )
@@ -282,23 +279,20 @@ def flip_a_bit(folder: Path) -> None:
     save_file(saved, folder / FILE, {"format": "pt"})
 
 
+def set_keys(path: Path, **keys: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
+
+
 def add_a_layer(folder: Path) -> None:
-    """The config has more layers than the weights."""
-    path = folder / "transformer" / "config.json"
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps({**config, "num_layers": 3}))
+    set_keys(folder / "transformer" / "config.json", num_layers=3)
 
 
 def change_positions(folder: Path) -> None:
-    """The config has another position table than the weights."""
-    path = folder / "transformer" / "config.json"
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps({**config, "pos_embed_max_size": 4 * config["pos_embed_max_size"]}))
+    set_keys(folder / "transformer" / "config.json", pos_embed_max_size=4 * CONFIG["pos_embed_max_size"])
 
 
 def change_shift(folder: Path) -> None:
-    path = folder / "scheduler" / "scheduler_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "shift": 9.0}))
+    set_keys(folder / "scheduler" / "scheduler_config.json", shift=9.0)
 
 
 def remove_encoder_weights(folder: Path) -> None:

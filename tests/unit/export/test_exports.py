@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import SD3Transformer2DModel
+from diffusers import SD3Transformer2DModel as Denoiser
 
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.config import SIZES, TrainConfig
@@ -21,11 +21,12 @@ from sd3_light.runlog import RunLog
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+States = list[dict[str, torch.Tensor]]
 MODEL = {"diffusers_path": "folder", "train_type": "sd3_light_pretrain", "size": "tiny2", "dtype": "float32"}
 
 
 @pytest.fixture
-def transformer() -> SD3Transformer2DModel:
+def transformer() -> Denoiser:
     return new_transformer(SIZES["tiny2"].transformer_config(), 0)
 
 
@@ -33,8 +34,8 @@ specs: list[ExportSpec] = []  # of the exports in `written`
 
 
 @pytest.fixture
-def written(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, torch.Tensor]]:
-    states: list[dict[str, torch.Tensor]] = []
+def written(monkeypatch: pytest.MonkeyPatch) -> States:
+    states: States = []
     specs.clear()
 
     def write_folder(out: Path, state: dict[str, torch.Tensor], spec: Any, owned: bool = False) -> Path:
@@ -53,7 +54,7 @@ def config(folder: Path, **keys: Any) -> TrainConfig:
 
 
 def test_frozen_weights_are_exported_as_they_were_at_the_start(
-    tmp_path: Path, transformer: SD3Transformer2DModel, written: list[dict[str, torch.Tensor]]
+    tmp_path: Path, transformer: Denoiser, written: States
 ) -> None:
     transformer.context_embedder.requires_grad_(False)
     saver = Saver.of(config(tmp_path), transformer, tmp_path / "exports")
@@ -68,18 +69,13 @@ def test_frozen_weights_are_exported_as_they_were_at_the_start(
     assert torch.equal(written[0]["proj_out.bias"], transformer.proj_out.bias + 1)
 
 
-def test_the_export_just_written_is_kept(
-    tmp_path: Path, transformer: SD3Transformer2DModel, written: list[dict[str, torch.Tensor]]
-) -> None:
-    saver = Saver.of(config(tmp_path, keep_last_n_exports=1), transformer, tmp_path / "exports")
-    for step in (5, 2, 3):
-        assert saver.save_model({}, "raw", Progress(step)).is_dir()
-
-
-def test_the_export_with_the_lowest_validation_loss_is_kept(
-    tmp_path: Path, transformer: SD3Transformer2DModel, written: list[dict[str, torch.Tensor]]
+def test_the_last_export_and_that_with_the_lowest_validation_loss_are_kept(
+    tmp_path: Path, transformer: Denoiser, written: States
 ) -> None:
     """Of the exported weights, averaged over the sets; a loss that is not finite does not count."""
+    saver = Saver.of(config(tmp_path, keep_last_n_exports=1), transformer, tmp_path / "run" / "exports")
+    for step in (5, 2, 3):
+        assert saver.save_model({}, "raw", Progress(step)).is_dir()
     saver = Saver.of(config(tmp_path, keep_last_n_exports=1), transformer, tmp_path / "exports")
     losses = {1: (0.5, 0.5), 2: (0.1, 0.7), 3: (float("nan"), 0.1), 4: (0.6, 0.6)}
     with RunLog(tmp_path, tensorboard=False) as log:
@@ -94,9 +90,7 @@ def test_the_export_with_the_lowest_validation_loss_is_kept(
 
 
 @pytest.mark.parametrize("save", ["save_model", "save_full_model"])
-def test_a_name_is_enough(
-    tmp_path: Path, transformer: SD3Transformer2DModel, written: list[dict[str, torch.Tensor]], save: str
-) -> None:
+def test_a_name_is_enough(tmp_path: Path, transformer: Denoiser, written: States, save: str) -> None:
     """It saves the live weights under their stock diffusers names."""
     transformer.context_embedder.requires_grad_(False)
     saver = Saver.of(config(tmp_path), transformer, tmp_path / "exports")
@@ -111,8 +105,8 @@ def test_a_name_is_enough(
 
 def test_only_the_main_process_writes(
     tmp_path: Path,
-    transformer: SD3Transformer2DModel,
-    written: list[dict[str, torch.Tensor]],
+    transformer: Denoiser,
+    written: States,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     saver = Saver.of(config(tmp_path), transformer, tmp_path / "exports")
@@ -123,9 +117,7 @@ def test_only_the_main_process_writes(
         assert len(written) == count
 
 
-def test_the_config_is_exported_without_secrets(
-    tmp_path: Path, transformer: SD3Transformer2DModel, written: list[dict[str, torch.Tensor]]
-) -> None:
+def test_the_config_is_exported_without_secrets(tmp_path: Path, transformer: Denoiser, written: States) -> None:
     monitoring = {"enable_wandb": True, "wandb_api_key": "s3cr3t"}
     settings = config(tmp_path, monitoring=monitoring, save_dtype="float16")
     Saver.of(settings, transformer, tmp_path / "exports").save_full_model("x")
@@ -137,9 +129,7 @@ def test_the_config_is_exported_without_secrets(
     assert specs[0].save_dtype == torch.float16
 
 
-def test_the_card_has_the_facts_of_the_run(
-    tmp_path: Path, transformer: SD3Transformer2DModel, written: list[dict[str, torch.Tensor]]
-) -> None:
+def test_the_card_has_the_facts_of_the_run(tmp_path: Path, transformer: Denoiser, written: States) -> None:
     (tmp_path / "data.toml").write_text('resolutions = [64, [80, 48]]\n[[directory]]\npath = "images"\n')
     events = [(2, "raw", 0.9), (2, "ema", 0.8), (4, "ema", 0.7), (6, "ema", 0.6)]
     run = tmp_path / "my-run"
@@ -166,8 +156,8 @@ def test_the_card_has_the_facts_of_the_run(
 
 def test_a_pipeline_saves_a_whole_state_into_a_folder(
     tmp_path: Path,
-    transformer: SD3Transformer2DModel,
-    written: list[dict[str, torch.Tensor]],
+    transformer: Denoiser,
+    written: States,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`LightSD3Pipeline.save_model(dir, state_dict)`."""

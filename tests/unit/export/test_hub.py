@@ -18,7 +18,7 @@ from huggingface_hub.utils import get_session
 from safetensors.torch import save_file
 
 from sd3_light.config.faults import UserError
-from sd3_light.export.hub import Target, UploadPlan, check_push, plan_upload, push
+from sd3_light.export.hub import Target, Upload, check_push, prepare_upload, push
 from sd3_light.export.licence import NO_LICENCE_FILE
 from sd3_light.export.lora_file import write_lora
 from sd3_light.model.lora_layers import LoraModule
@@ -115,7 +115,7 @@ def refusal(status: int, message: str, kind: type[HfHubHTTPError] = HfHubHTTPErr
 
 def test_a_folder_becomes_a_private_repository(export: Path) -> None:
     api = RecordedApi()
-    plan = plan_upload(export, TARGET, api)
+    plan = prepare_upload(export, TARGET, api)
     assert [name for name, _ in api.calls] == ["repo_info"], "a plan changes nothing"
     assert push(plan, api) == "https://huggingface.co/me/model"
     created = next(call for name, call in api.calls if name == "create_repo")
@@ -130,7 +130,7 @@ def test_a_plan_names_what_is_new_changed_unchanged_and_deleted(export: Path) ->
     known = {**FILES, "proof.json": b"[]", "old.safetensors": b"", "notes.txt": b"", "transformer/a.safetensors": b"w"}
     known.pop("LICENSE")
     api = RecordedApi(files=known)
-    plan = plan_upload(export, TARGET, api)
+    plan = prepare_upload(export, TARGET, api)
     assert plan.rows == [
         ("LICENSE", f"{len(NO_LICENCE_FILE)} B", "new"),
         ("README.md", f"{len(CARD)} B", "unchanged"),
@@ -145,12 +145,12 @@ def test_a_plan_names_what_is_new_changed_unchanged_and_deleted(export: Path) ->
     assert api.calls[-1][1]["parent_commit"] == "a" * 40, "the hub refuses it if the repository has changed"
     unchanged = {name: FILES[name] for name in FILES if name not in ("config.toml", ".notes")}
     api = RecordedApi(files=unchanged)
-    push(plan_upload(export, TARGET, api), api)
+    push(prepare_upload(export, TARGET, api), api)
     assert "create_commit" not in [name for name, _ in api.calls]
 
 
-def test_a_licence_is_stated_in_the_card_and_not_in_the_export(export: Path) -> None:
-    plan = plan_upload(export, Target("me/model", "apache-2.0"), RecordedApi())
+def test_a_licence_is_stated_in_the_card_and_a_public_repository_needs_one(export: Path) -> None:
+    plan = prepare_upload(export, Target("me/model", "apache-2.0"), RecordedApi())
     data = ModelCard(plan.card).data.to_dict()
     assert (data["license"], data["tags"], plan.licence) == ("apache-2.0", ["sd3"], "apache-2.0")
     assert not data.keys() & {"license_name", "license_link"}
@@ -158,49 +158,22 @@ def test_a_licence_is_stated_in_the_card_and_not_in_the_export(export: Path) -> 
     assert "LICENSE" not in [file.name for file in plan.files], "it says that there is none"
     assert (export / "README.md").read_text() == CARD
     (export / "LICENSE").write_text("the text of a licence")
-    assert "LICENSE" in [file.name for file in plan_upload(export, TARGET, RecordedApi()).files]
-
-
-def test_a_public_repository_needs_a_licence(export: Path) -> None:
+    assert "LICENSE" in [file.name for file in prepare_upload(export, TARGET, RecordedApi()).files]
     api = RecordedApi()
     with pytest.raises(UserError, match=r"its card states no licence; give one with --license"):
-        push(plan_upload(export, Target("me/model", public=True), api), api)
+        push(prepare_upload(export, Target("me/model", public=True), api), api)
     assert [name for name, _ in api.calls] == ["repo_info"]
-    push(plan_upload(export, Target("me/model", "mit", True), api), api)
+    push(prepare_upload(export, Target("me/model", "mit", True), api), api)
     assert next(call for name, call in api.calls if name == "create_repo")["private"] is False
-
-
-@pytest.mark.parametrize("licence", ["MIT", "mit\nextra: 1", "a b", "x" * 65, "-"])
-def test_a_licence_that_is_not_an_id_is_refused(export: Path, licence: str) -> None:
-    with pytest.raises(UserError, match=r"--license .*: not an id of the hub"):
-        plan_upload(export, Target("me/model", licence), RecordedApi())
 
 
 def test_a_file_that_changed_since_the_plan_is_not_uploaded(export: Path) -> None:
     api = RecordedApi()
-    plan = plan_upload(export, TARGET, api)
+    plan = prepare_upload(export, TARGET, api)
     (export / "proof.json").write_text('{"new": 1}')
     with pytest.raises(UserError, match=r"proof.json has changed since the upload was planned"):
         push(plan, api)
     assert [name for name, _ in api.calls] == ["repo_info"]
-
-
-def test_links_other_folders_and_other_files_are_refused(export: Path, tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("private")
-    (export / "more.json").symlink_to(tmp_path / "secret")
-    with pytest.raises(UserError, match=r"more.json is a link, which may lead elsewhere"):
-        plan_upload(export, TARGET, RecordedApi())
-    (export / "more.json").unlink()
-    os.mkfifo(export / "pipe")
-    with pytest.raises(UserError, match=r"pipe is not a regular file"):
-        plan_upload(export, TARGET, RecordedApi())
-    with pytest.raises(UserError, match=r"is not an export: it has no proof.json"):
-        plan_upload(tmp_path, TARGET, RecordedApi())
-    with pytest.raises(UserError, match=r"secret is neither the folder of an export nor the \.safetensors file"):
-        plan_upload(tmp_path / "secret", TARGET, RecordedApi())
-    save_file({"transformer.weight": torch.ones(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=r"is not an adapter's file: .* upload a model as a folder"):
-        plan_upload(tmp_path / "model.safetensors", TARGET, RecordedApi())
 
 
 def test_an_adapters_file_gets_a_card(tmp_path: Path) -> None:
@@ -208,7 +181,7 @@ def test_an_adapters_file_gets_a_card(tmp_path: Path) -> None:
     facts = {"base": "stabilityai/sd3", "adapter": {"rank": 2, "alpha": 2}, "step": 7, "weights": "a|b"}
     file = write_lora(tmp_path / "mine.safetensors", modules, facts=facts)
     api = RecordedApi(files={"other.safetensors": b""})
-    plan = plan_upload(file, TARGET, api)
+    plan = prepare_upload(file, TARGET, api)
     data = ModelCard(plan.card).data.to_dict()
     assert (data["base_model"], data["license_name"]) == ("stabilityai/sd3", "not-stated")
     assert "| rank | 2 |" in plan.card
@@ -216,21 +189,33 @@ def test_an_adapters_file_gets_a_card(tmp_path: Path) -> None:
     assert "load_lora_weights" in plan.card
     push(plan, api)
     assert committed(api) == {"README.md": plan.card.encode(), "mine.safetensors": str(file)}, "no file is deleted"
-
-
-def test_a_foreign_adapters_card_claims_nothing(tmp_path: Path) -> None:
     save_file({"x.lora_A.weight": torch.ones(1, 2), "x.lora_B.weight": torch.ones(2, 1)}, tmp_path / "a.safetensors")
-    card = plan_upload(tmp_path / "a.safetensors", TARGET, RecordedApi()).card
-    assert "SD3-Light" not in card
+    card = prepare_upload(tmp_path / "a.safetensors", TARGET, RecordedApi()).card
+    assert "SD3-Light" not in card, "that of another program"
     assert "base_model" not in ModelCard(card).data.to_dict()
 
 
-def test_a_token_is_not_part_of_an_error(export: Path) -> None:
+def test_errors_have_no_token_and_other_inputs_are_refused(export: Path, tmp_path: Path) -> None:
     for message in ("Illegal header value b'Bearer secret-1'", "bad token hf_abc123"):
-        plan = plan_upload(export, TARGET, RecordedApi(HTTP_ERROR(message)))
+        plan = prepare_upload(export, TARGET, RecordedApi(HTTP_ERROR(message)))
         assert "***" in plan.problem
         assert "secret-1" not in plan.problem
         assert "hf_abc123" not in plan.problem
+    (tmp_path / "secret").write_text("private")
+    (export / "more.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(UserError, match=r"more.json is a link, which may lead elsewhere"):
+        prepare_upload(export, TARGET, RecordedApi())
+    (export / "more.json").unlink()
+    os.mkfifo(export / "pipe")
+    with pytest.raises(UserError, match=r"pipe is not a regular file"):
+        prepare_upload(export, TARGET, RecordedApi())
+    with pytest.raises(UserError, match=r"is not an export: it has no proof.json"):
+        prepare_upload(tmp_path, TARGET, RecordedApi())
+    with pytest.raises(UserError, match=r"secret is neither the folder of an export nor the \.safetensors file"):
+        prepare_upload(tmp_path / "secret", TARGET, RecordedApi())
+    save_file({"transformer.weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"is not an adapter's file: .* upload a model as a folder"):
+        prepare_upload(tmp_path / "model.safetensors", TARGET, RecordedApi())
 
 
 def test_a_real_upload_to_a_local_hub(export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +223,7 @@ def test_a_real_upload_to_a_local_hub(export: Path, tmp_path: Path, monkeypatch:
     with serve_hub(hub):
         use_hub(hub, tmp_path / "cache", monkeypatch)
         api = HfApi(hub.address, token="hf_secret")
-        plan = plan_upload(export, TARGET, api)
+        plan = prepare_upload(export, TARGET, api)
         assert {file.change for file in plan.files} == {"new"}
         assert not hub.repos
         push(plan, api)
@@ -247,20 +232,28 @@ def test_a_real_upload_to_a_local_hub(export: Path, tmp_path: Path, monkeypatch:
         assert files == {name: FILES[name] for name in FILES if name not in ("config.toml", ".notes")}
         assert hub.private == {"models/me/model": True}
         assert hub.tokens == {"hf_secret"}
-        again = plan_upload(export, TARGET, api)
+        again = prepare_upload(export, TARGET, api)
         assert {file.change for file in again.files} == {"unchanged"}
         (stored / "old.json").write_text("{}")
         (export / "proof.json").write_text("[1]")
-        push(plan_upload(export, TARGET, api), api)
+        push(prepare_upload(export, TARGET, api), api)
         assert not (stored / "old.json").exists()
         assert (stored / "proof.json").read_text() == "[1]"
 
 
-@pytest.mark.parametrize("repo", ["a/b/c", "me/", "bad name", "--x"])
-def test_an_invalid_name_is_refused_before_any_request(repo: str) -> None:
+@pytest.mark.parametrize(
+    "target",
+    [
+        *(Target(repo) for repo in ("a/b/c", "me/", "bad name", "--x")),
+        *(Target("me/model", licence) for licence in ("MIT", "mit\nextra: 1", "a b", "x" * 65, "-")),
+    ],
+)
+def test_an_invalid_name_or_licence_is_refused_before_any_request(target: Target) -> None:
     hub = RecordedApi()
-    with pytest.raises(UserError, match=r"not a valid repository name; pass USER/NAME"):
-        check_push(Target(repo), hub)
+    fault = r"--license .*: not an id of the hub" if target.licence else "not a valid repository name; pass USER/NAME"
+    for call in (lambda: check_push(target, hub), lambda: prepare_upload(Path("nowhere"), target, hub)):
+        with pytest.raises(UserError, match=fault):
+            call()
     assert not hub.calls
 
 
@@ -273,12 +266,12 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_offline_is_one_line_and_leaves_a_plan(export: Path, offline: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plan_upload(export, TARGET)
+    plan = prepare_upload(export, TARGET)
     assert "HF_HUB_OFFLINE is set" in plan.problem
     assert ("proof.json", "2 B", "upload") in plan.rows
     assert any("not compared with the hub" in text for _, text in plan.facts)
     monkeypatch.setenv("HF_TOKEN", "hf_x")
-    for action in (lambda: check_push(TARGET), lambda: push(UploadPlan(export, TARGET, ()))):
+    for action in (lambda: check_push(TARGET), lambda: push(Upload(export, TARGET, ()))):
         with pytest.raises(UserError, match=r"^--push-to-hub me/model: HF_HUB_OFFLINE is set; unset it.*$") as error:
             action()
         assert "\n" not in str(error.value)
@@ -295,5 +288,5 @@ def test_offline_is_one_line_and_leaves_a_plan(export: Path, offline: None, monk
 )
 def test_errors_of_the_hub_are_one_line(export: Path, error: Exception, message: str) -> None:
     with pytest.raises(UserError, match=message) as raised:
-        push(UploadPlan(export, TARGET, ()), api=RecordedApi(error))
+        push(Upload(export, TARGET, ()), api=RecordedApi(error))
     assert "\n" not in str(raised.value)

@@ -127,7 +127,7 @@ def test_metadata_for_other_programs(layout: Any, modules: dict[str, LoraModule]
     assert (other["ss_network_dim"], other["modelspec.architecture"]) == ("Dynamic", "stable-diffusion-v3-medium/lora")
 
 
-def test_dora_is_for_diffusers_only(tmp_path: Path) -> None:
+def test_dora_is_for_diffusers_only_and_swapped_with_its_rows(tmp_path: Path) -> None:
     live = trained(("attn.to_q", "attn.to_k", "ff.net.2"), use_dora=True)
     for layout in ("diffusers", "kohya"):
         with pytest.raises(UserError, match=rf"{Q} has a DoRA magnitude, which ComfyUI silently ignores"):
@@ -137,15 +137,11 @@ def test_dora_is_for_diffusers_only(tmp_path: Path) -> None:
     magnitude = read_lora(path).modules[Q].magnitude
     assert magnitude is not None
     assert torch.equal(magnitude, lora_modules(live)[Q].magnitude)
-
-
-def test_dora_magnitudes_are_swapped_with_their_rows(tmp_path: Path) -> None:
-    """Single files have shift before scale in the last norm."""
     up, magnitude = noise(256, RANK), noise(256)
-    layer = "diffusion_model.final_layer.adaLN_modulation.1"
+    layer = "diffusion_model.final_layer.adaLN_modulation.1"  # single files have shift before scale there
     tensors = {"lora_A.weight": noise(RANK, 128), "lora_B.weight": up, "lora_magnitude_vector": magnitude}
-    save_file({f"{layer}.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "lora.safetensors")
-    module = read_lora(tmp_path / "lora.safetensors").modules["norm_out.linear"]
+    save_file({f"{layer}.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "single.safetensors")
+    module = read_lora(tmp_path / "single.safetensors").modules["norm_out.linear"]
     assert torch.equal(module.up, torch.cat([up[128:], up[:128]]))
     assert module.magnitude is not None
     assert torch.equal(module.magnitude, torch.cat([magnitude[128:], magnitude[:128]]))
@@ -278,7 +274,9 @@ def test_padding_that_does_not_fit_is_named(tmp_path: Path) -> None:
 # --- layout conversion ---------------------------------------------------------------------------
 
 
-def test_layouts_convert_into_each_other_bit_for_bit(live: SD3Transformer2DModel, tmp_path: Path) -> None:
+def test_layouts_convert_bit_for_bit_and_are_loaded_into_an_adapter(
+    live: SD3Transformer2DModel, tmp_path: Path
+) -> None:
     source = lora_modules(live)
     kohya = write_lora(tmp_path / "1.safetensors", source, layout="kohya")
     diffusers = write_lora(tmp_path / "2.safetensors", read_lora(kohya).modules, layout="diffusers")
@@ -286,9 +284,13 @@ def test_layouts_convert_into_each_other_bit_for_bit(live: SD3Transformer2DModel
     direct = write_lora(tmp_path / "4.safetensors", source, layout="diffusers")
     assert kohya.read_bytes() == kohya_again.read_bytes()
     assert diffusers.read_bytes() == direct.read_bytes()
+    transformer = stock()
+    add_adapter(transformer, AdapterConfig(rank=RANK, alpha=1.0, target_modules=ALL_LAYERS), 0)
+    load_lora(transformer, read_lora(kohya).modules)
+    assert (output(transformer) - output(live)).abs().max() < 1e-5
 
 
-def test_fusing_concatenates_and_is_block_diagonal(tmp_path: Path) -> None:
+def test_fusing_concatenates_and_is_block_diagonal_and_is_undone(tmp_path: Path) -> None:
     parts = {
         name: LoraModule(noise(2, 128, seed=i), noise(128, 2, seed=9 + i), 0.5) for i, name in enumerate((Q, K, V))
     }
@@ -298,6 +300,12 @@ def test_fusing_concatenates_and_is_block_diagonal(tmp_path: Path) -> None:
     expected = torch.block_diag(*(0.5 * part.up for part in parts.values()))
     assert torch.equal(file[f"{KOHYA_QKV}.lora_up.weight"], expected)
     assert file[f"{KOHYA_QKV}.alpha"].item() == 6.0
+    down, up = noise(6, 128), noise(384, 6, seed=1)  # trained on the fused layer
+    tensors = {"lora_down.weight": down, "lora_up.weight": up, "alpha": torch.tensor(3.0)}
+    save_file({f"{KOHYA_QKV}.{end}": tensor for end, tensor in tensors.items()}, tmp_path / "kohya.safetensors")
+    parts = read_lora(tmp_path / "kohya.safetensors").modules
+    assert parts.keys() == {Q, K, V}
+    assert torch.equal(torch.cat([parts[name].delta() for name in (Q, K, V)]), 0.5 * (up @ down))
 
 
 UNEQUAL = {
@@ -318,15 +326,6 @@ def test_unequal_ranks_round_trip_exactly(ranks: dict[str, int], tmp_path: Path)
     for name in (Q, K, V):  # without our metadata the factors are larger, the update is the same
         expected = lora[name].delta() if name in lora else torch.zeros(128, 128)
         assert (bare[name].delta() - expected).abs().max() < 1e-5
-
-
-def test_a_lora_trained_on_the_fused_layer_is_split(tmp_path: Path) -> None:
-    down, up = noise(6, 128), noise(384, 6, seed=1)
-    tensors = {"lora_down.weight": down, "lora_up.weight": up, "alpha": torch.tensor(3.0)}
-    save_file({f"{KOHYA_QKV}.{end}": tensor for end, tensor in tensors.items()}, tmp_path / "kohya.safetensors")
-    parts = read_lora(tmp_path / "kohya.safetensors").modules
-    assert parts.keys() == {Q, K, V}
-    assert torch.equal(torch.cat([parts[name].delta() for name in (Q, K, V)]), 0.5 * (up @ down))
 
 
 # --- reading -------------------------------------------------------------------------------------
@@ -359,13 +358,10 @@ def test_spellings_of_other_programs(layer: str, down: str, up: str, alpha: floa
     assert lora.facts == {}
 
 
-def test_the_state_of_a_model_in_memory(live: SD3Transformer2DModel) -> None:
+def test_the_state_of_a_model_and_files_written_by_diffusers(live: SD3Transformer2DModel, tmp_path: Path) -> None:
+    """Their metadata contains alpha; ComfyUI does not read it, we do."""
     rslora = next(iter(lora_modules(live).values())).scale == ALPHA / RANK**0.5
     assert same(from_peft(adapter_state(live), ALPHA, rslora), lora_modules(live))
-
-
-def test_files_written_by_diffusers(live: SD3Transformer2DModel, tmp_path: Path) -> None:
-    """Their metadata contains alpha; ComfyUI does not read it, we do."""
     state = get_peft_model_state_dict(live)
     StableDiffusion3Pipeline.save_lora_weights(
         tmp_path / "with", state, transformer_lora_adapter_metadata=live.peft_config["default"].to_dict()
@@ -505,12 +501,3 @@ def test_the_scale_is_multiplied_in_before_the_cast(tmp_path: Path) -> None:
     assert torch.equal(module.up, before)
     kohya = load_file(write_lora(tmp_path / "k.safetensors", {Q: module}, layout="kohya", save_dtype=torch.bfloat16))
     assert kohya[f"{KOHYA_QKV}.alpha"].dtype == torch.float32
-
-
-def test_a_file_is_loaded_into_an_adapter(live: SD3Transformer2DModel, tmp_path: Path) -> None:
-    expected = output(live)
-    path = write_lora(tmp_path / "lora.safetensors", lora_modules(live), layout="kohya")
-    transformer = stock()
-    add_adapter(transformer, AdapterConfig(rank=RANK, alpha=1.0, target_modules=ALL_LAYERS), 0)
-    load_lora(transformer, read_lora(path).modules)
-    assert (output(transformer) - expected).abs().max() < 1e-5

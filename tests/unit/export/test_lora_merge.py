@@ -12,7 +12,7 @@ from torch import Tensor
 from sd3_light.assets import DEMO
 from sd3_light.config import SIZES
 from sd3_light.config.faults import UserError
-from sd3_light.export.lora_merge import denoiser_state, extract_lora, merge_loras
+from sd3_light.export.lora_merge import denoiser_state, extract_lora, merge_loras, merged_on_demand
 from sd3_light.families.sd3.random_weights import new_transformer
 from sd3_light.model.lora_layers import LoraModule, lora_modules
 
@@ -85,12 +85,12 @@ def test_strengths_add_up_in_float32(base: State) -> None:
 def test_a_folder_is_merged(base: State, tmp_path: Path) -> None:
     model_of(base).save_pretrained(tmp_path / "transformer")
     for folder in (tmp_path, tmp_path / "transformer"):
-        merged, expected = merge_loras(folder, [(lora(), 1.0)]), merge_loras(base, [(lora(), 1.0)])
+        merged, expected = merged_on_demand(folder, [(lora(), 1.0)]), merge_loras(base, [(lora(), 1.0)])
         assert merged.keys() == expected.keys()
         assert all(torch.equal(merged[name], tensor) for name, tensor in expected.items())
     assert "pos_embed.pos_embed" in denoiser_state(DEMO), "buffers included, from several files"
     with pytest.raises(UserError, match=r"config\.json cannot be read"):
-        merge_loras(tmp_path / "nowhere", [])
+        denoiser_state(tmp_path / "nowhere")
 
 
 def test_a_lora_of_another_model_is_named(base: State) -> None:
@@ -130,22 +130,15 @@ def test_a_difference_is_extracted_exactly_or_as_the_best_of_a_smaller_rank(base
 
 def test_weights_without_a_lora_are_listed(base: State) -> None:
     tuned = merge_loras(base, [(lora(), 1.0)])
-    for name in ("pos_embed.proj.weight", "proj_out.bias", "transformer_blocks.0.attn.norm_q.weight"):
-        tuned[name] = base[name] + noise(*base[name].shape)
+    others = {"pos_embed.proj.weight", "proj_out.bias", "transformer_blocks.0.attn.norm_q.weight"}
+    tuned |= {name: base[name] + noise(*base[name].shape) for name in others}
     extraction = extract_lora(base, tuned, rank=4)
-    assert extraction.left_out.keys() == {
-        "pos_embed.proj.weight",
-        "proj_out.bias",
-        "transformer_blocks.0.attn.norm_q.weight",
-    }
+    assert extraction.left_out.keys() == others
     assert extraction.share + sum(extraction.left_out.values()) == pytest.approx(1.0, abs=1e-5)
     assert extraction.modules.keys() == {Q, MLP}
-
-
-def test_a_target_is_a_whole_part_of_a_name(base: State) -> None:
     added = "transformer_blocks.0.attn.add_q_proj"
     tuned = merge_loras(base, [({MLP: lora()[MLP], added: lora()[Q]}, 1.0)])
-    extraction = extract_lora(base, tuned, rank=4, targets=("proj",))
+    extraction = extract_lora(base, tuned, rank=4, targets=("proj",))  # a whole part of a name
     assert extraction.modules.keys() == {MLP}
     assert extraction.left_out.keys() == {f"{added}.weight"}
 

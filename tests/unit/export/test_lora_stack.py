@@ -43,7 +43,7 @@ def lora_weights(pipe: Any, seed: int, layers: tuple[str, ...] = LAYERS) -> Weig
 
 def pixels(pipe: Any, text_tokens: Any = "padded") -> torch.Tensor:
     request = ImageRequest("a red star", 3, 48, 32)
-    (image,) = generate(pipe, [request], TextPolicy(12, "empty", text_tokens), 3)
+    (image,) = generate(pipe, [request], TextPolicy(12, "empty", text_tokens), (3, 4.0))
     return torch.tensor(list(image.tobytes())).float()
 
 

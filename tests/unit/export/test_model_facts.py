@@ -67,17 +67,14 @@ def test_facts_are_read_back(tmp_path: Path) -> None:
         ModelFacts.of(saved(tmp_path / "more", model={"width": 7}))
 
 
-DAMAGED_STEPS = ({"position_step": 0.0}, {"position_step": "1"}, {"position_step": 9.0})
-DAMAGED_SIZES = ({"trained_at": [64]}, {"trained_at": [64, -1]}, {"trained_at": 64})
+DAMAGED: dict[str, list[Any]] = {"position_step": [0.0, "1", 9.0], "trained_at": [[64], [64, -1], 64]}
+DAMAGED |= {"shift": [0.0, 3], "flux_shift": [1], "sqrt_shift": [None], "uncond_text": [["zero"]]}
 
 
-DAMAGED_VALUES = ({"shift": 0.0}, {"shift": 3}, {"flux_shift": 1}, {"sqrt_shift": None}, {"uncond_text": ["zero"]})
-
-
-@pytest.mark.parametrize("values", [*DAMAGED_STEPS, *DAMAGED_SIZES, *DAMAGED_VALUES])
-def test_damaged_facts_are_refused(tmp_path: Path, values: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=f"{next(iter(values))} of its model is not a valid value"):
-        ModelFacts.of(saved(tmp_path, model={**ModelFacts().as_dict(), **values}))
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in DAMAGED for value in DAMAGED[name]])
+def test_damaged_facts_are_refused(tmp_path: Path, name: str, value: Any) -> None:
+    with pytest.raises(UserError, match=f"{name} of its model is not a valid value"):
+        ModelFacts.of(saved(tmp_path, model={**ModelFacts().as_dict(), name: value}))
 
 
 def test_a_resumed_run_keeps_its_table(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

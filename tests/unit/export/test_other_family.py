@@ -55,7 +55,9 @@ def spec(family: Family, base: Path) -> ExportSpec:
     return ExportSpec(base, config, torch.bfloat16, text={"text_max_length": 48}, family=family)
 
 
-def test_a_folder_is_exported_and_proven_by_its_stock_pipeline(exported: Path, trained: dict[str, Tensor]) -> None:
+def test_a_folder_is_exported_and_proven_by_its_stock_pipeline(
+    flux: Family, base: Path, exported: Path, trained: dict[str, Tensor]
+) -> None:
     proof = json.loads((exported / "proof.json").read_text())
     assert (proof["pipeline"], proof["tensors"]) == ("FluxPipeline", len(trained))
     assert proof["max_difference"] < 1e-5
@@ -70,9 +72,6 @@ def test_a_folder_is_exported_and_proven_by_its_stock_pipeline(exported: Path, t
     assert 'pipe(prompt="a prompt", max_sequence_length=48, generator=seed).images[0]' in card
     assert "StableDiffusion3Pipeline" not in card
     assert "- flux\n" in card
-
-
-def test_frozen_parts_are_those_of_the_index(flux: Family, exported: Path, base: Path) -> None:
     parts = {path.name for path in exported.iterdir() if path.is_dir()}
     frozen = {"vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"}
     assert parts == {"transformer", "scheduler", *frozen}
@@ -80,12 +79,6 @@ def test_frozen_parts_are_those_of_the_index(flux: Family, exported: Path, base:
         assert (exported / part / "config.json").is_file() or (exported / part / "tokenizer.json").is_file()
     assert flux.files.missing(base, denoiser=True) == ()
     assert flux.files.missing(base / "vae", denoiser=True) == ("model_index.json",)
-
-
-def test_an_incomplete_base_is_named(flux: Family, base: Path, trained: dict[str, Tensor], tmp_path: Path) -> None:
-    (tmp_path / "model_index.json").write_bytes((base / "model_index.json").read_bytes())
-    with pytest.raises(UserError, match=r"lacks scheduler/scheduler_config.json, text_encoder/config.json, text_enc"):
-        write_folder(tmp_path / "out", trained, spec(flux, tmp_path))
 
 
 def test_a_lora_is_exported_proven_and_merged(
@@ -107,8 +100,8 @@ def test_a_lora_is_exported_proven_and_merged(
     file = next(folder.glob("*.safetensors"))
     modules = read_lora(file, names=names).modules
     assert set(modules) == {name.partition(".lora_A.")[0] for name in state if ".lora_A." in name}
-    merged = merge_loras(base, [(modules, 1.0)])
     plain = denoiser_state(base)
+    merged = merge_loras(plain, [(modules, 1.0)])
     assert merged.keys() == plain.keys()
     torch.testing.assert_close(merged[WEIGHT], plain[WEIGHT] + 4.0)
     monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
@@ -117,7 +110,12 @@ def test_a_lora_is_exported_proven_and_merged(
     assert torch.equal(written[WEIGHT], merged[WEIGHT])
 
 
-def test_what_only_sd3_has_is_refused_in_one_line(flux: Family, base: Path, tmp_path: Path) -> None:
+def test_an_incomplete_base_and_what_only_sd3_has_are_refused(
+    flux: Family, base: Path, trained: dict[str, Tensor], tmp_path: Path
+) -> None:
+    (tmp_path / "model_index.json").write_bytes((base / "model_index.json").read_bytes())
+    with pytest.raises(UserError, match=r"lacks scheduler/scheduler_config.json, text_encoder/config.json, text_enc"):
+        write_folder(tmp_path / "out", trained, spec(flux, tmp_path))
     expected = r"Flux has no single file, only SD3 does; use the diffusers folder"
     with pytest.raises(UserError, match=expected):
         convert.run(base, tmp_path / "flux.safetensors")

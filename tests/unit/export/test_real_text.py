@@ -12,7 +12,7 @@ import torch
 from diffusers import DiffusionPipeline, StableDiffusion3Pipeline
 from PIL import Image
 
-from sd3_light.config import DEFAULT_GUIDANCE, SIZES
+from sd3_light.config import SIZES
 from sd3_light.core.registry import family_named
 from sd3_light.export import diffusers_folder as folder_module
 from sd3_light.export.diffusers_folder import write_folder
@@ -20,9 +20,7 @@ from sd3_light.export.export_spec import ExportSpec
 from sd3_light.export.open_pipeline import open_pipeline
 from sd3_light.export.proof import ProofError, expectation, prove
 from sd3_light.families.sd3 import real_pipeline
-from sd3_light.families.sd3.masked_attention import MaskedJointAttention, real_text_mask
-from sd3_light.families.sd3.random_weights import new_transformer
-from sd3_light.families.sd3.real_pipeline import RealTextAttention, RealTextPipeline
+from sd3_light.families.sd3.real_pipeline import RealTextPipeline
 from sd3_light.families.sd3.sample_texts import TextPolicy
 from sd3_light.sample.generate import ImageRequest, generate
 from tests.unit.export.denoisers import live_denoiser
@@ -31,6 +29,7 @@ CONFIG = SIZES["tiny2"].transformer_config()
 PROMPTS = ["a red circle", "two small green stars left of a large blue square on a white background"]
 SETTINGS = {"num_inference_steps": 2, "guidance_scale": 4.0, "width": 64, "height": 64}
 CPU = torch.device("cpu")
+Exports = dict[tuple[str, str], Path]
 
 
 def live_weights() -> dict[str, torch.Tensor]:
@@ -43,7 +42,7 @@ def spec(base: Path, tokens: str, uncond: str) -> ExportSpec:
 
 
 @pytest.fixture(scope="module")
-def exports(tmp_path_factory: pytest.TempPathFactory, demo_parts: Path) -> dict[tuple[str, str], Path]:
+def exports(tmp_path_factory: pytest.TempPathFactory, demo_parts: Path) -> Exports:
     """One export per text policy, all of the same weights. Read only."""
     root, weights = tmp_path_factory.mktemp("exports"), live_weights()
     with pytest.MonkeyPatch.context() as patch:
@@ -74,13 +73,11 @@ def ours(folder: Path, uncond: Any, prompts: list[str]) -> list[Image.Image]:
     """Generate images as `sd3-light sample` does, with the stock pipeline and the text policy."""
     pipe = StableDiffusion3Pipeline.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     requests = [ImageRequest(prompt, seed, 64, 64) for seed, prompt in enumerate(prompts)]
-    return generate(pipe, requests, TextPolicy(16, uncond, "real"), steps=2, guidance=4.0)
+    return generate(pipe, requests, TextPolicy(16, uncond, "real"), (2, 4.0))
 
 
 @pytest.mark.parametrize("uncond", ["zero", "empty"])
-def test_the_folders_pipeline_equals_sd3_light_sample(
-    exports: dict[tuple[str, str], Path], uncond: str, modules: None
-) -> None:
+def test_the_folders_pipeline_equals_sd3_light_sample(exports: Exports, uncond: str, modules: None) -> None:
     """Loaded as diffusers documents, with prompts of different lengths in one batch."""
     folder = exports["real", uncond]
     pipe = DiffusionPipeline.from_pretrained(
@@ -97,9 +94,7 @@ def test_the_folders_pipeline_equals_sd3_light_sample(
     assert distance(*images) > 8
 
 
-def test_this_package_uses_its_own_class_and_never_runs_the_folders_file(
-    exports: dict[tuple[str, str], Path], tmp_path: Path
-) -> None:
+def test_this_package_uses_its_own_class_and_never_runs_the_folders_file(exports: Exports, tmp_path: Path) -> None:
     folder, trap = exports["real", "zero"], tmp_path / "trap"
     trap.mkdir()
     for path in folder.iterdir():
@@ -112,28 +107,23 @@ def test_this_package_uses_its_own_class_and_never_runs_the_folders_file(
     expected = ours(folder, "zero", PROMPTS)
     assert max(map(distance, pipe(PROMPTS, generator=seeded(0, 1), **SETTINGS).images, expected)) <= 1
     requests = [ImageRequest(prompt, seed, 64, 64) for seed, prompt in enumerate(PROMPTS)]
-    assert max(map(distance, generate(pipe, requests, policy, steps=2, guidance=4.0), expected)) == 0, "sampling too"
+    assert max(map(distance, generate(pipe, requests, policy, (2, 4.0)), expected)) == 0, "sampling too"
 
 
-def test_the_pipeline_file_is_a_copy_and_padded_models_have_none(exports: dict[tuple[str, str], Path]) -> None:
+def test_the_pipeline_file_is_a_copy_that_padded_models_neither_have_nor_inherit(
+    exports: Exports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert (exports["real", "zero"] / "pipeline.py").read_bytes() == Path(real_pipeline.__file__).read_bytes()
     assert not (exports["padded", "zero"] / "pipeline.py").exists()
     index = json.loads((exports["real", "zero"] / "model_index.json").read_text())
     assert index["_class_name"] == "StableDiffusion3Pipeline", "stock diffusers refuses folders with another class"
-
-
-def test_a_padded_model_made_from_a_real_one_does_not_inherit_its_pipeline(
-    exports: dict[tuple[str, str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(folder_module, "prove", lambda *_: {})
     out = write_folder(tmp_path / "out", live_weights(), spec(exports["real", "zero"], "padded", "empty"))
     assert not (out / "pipeline.py").exists()
     assert "t5_max_length" not in json.loads((out / "model_index.json").read_text())
 
 
-def test_the_proof_uses_the_folders_pipeline(
-    exports: dict[tuple[str, str], Path], demo_parts: Path, tmp_path: Path
-) -> None:
+def test_the_proof_uses_the_folders_pipeline(exports: Exports, demo_parts: Path, tmp_path: Path) -> None:
     real_spec, weights = spec(demo_parts, "real", "zero"), live_weights()
     proof = prove(exports["real", "zero"], real_spec, expectation(exports["real", "zero"], real_spec, weights))
     assert proof["pipeline"] == "pipeline.py of this folder"
@@ -150,30 +140,8 @@ def test_the_proof_uses_the_folders_pipeline(
 
 
 @pytest.fixture(scope="module")
-def real(exports: dict[tuple[str, str], Path]) -> Any:
+def real(exports: Exports) -> Any:
     return open_pipeline(exports["real", "empty"], CPU)[0]
-
-
-def test_its_attention_equals_that_of_training() -> None:
-    transformer = new_transformer(CONFIG, 0)
-    transformer.load_state_dict(live_weights())
-    generator = torch.Generator().manual_seed(1)
-    lengths = torch.tensor([2, 5])
-    inputs = {
-        "hidden_states": torch.randn(2, 16, 8, 8, generator=generator),
-        "timestep": torch.tensor([100.0, 900.0]),
-        "encoder_hidden_states": torch.randn(2, 5, CONFIG["joint_attention_dim"], generator=generator),
-        "pooled_projections": torch.randn(2, CONFIG["pooled_projection_dim"], generator=generator),
-    }
-    outputs = []
-    for processor, options in (
-        (MaskedJointAttention(), {"attention_mask": real_text_mask(lengths, 5, 16)}),
-        (RealTextAttention(), {"text_lengths": lengths}),
-    ):
-        transformer.set_attn_processor(processor)
-        with torch.no_grad():
-            outputs.append(transformer(**inputs, joint_attention_kwargs=options, return_dict=False)[0])
-    assert torch.equal(*outputs)
 
 
 def test_custom_embeddings_use_all_rows_or_the_given_lengths(real: Any) -> None:
@@ -193,20 +161,17 @@ def test_custom_embeddings_use_all_rows_or_the_given_lengths(real: Any) -> None:
     assert distance(real(**embeds, generator=seeded(0), **SETTINGS).images[0], expected) > 0
 
 
-def test_several_images_per_prompt_and_no_guidance(real: Any) -> None:
+def test_several_images_per_prompt_no_guidance_and_a_negative_prompt(real: Any) -> None:
     images = real(PROMPTS, num_images_per_prompt=2, generator=seeded(0, 1, 2, 3), **SETTINGS).images
     again = real(PROMPTS[1], generator=seeded(2), **SETTINGS).images[0]
     assert distance(images[2], again) <= 1
     real(PROMPTS, **{**SETTINGS, "guidance_scale": 1.0})
     assert len(real._text_lengths) == 2
-
-
-def test_a_negative_prompt_changes_the_image(real: Any) -> None:
     guided = real(PROMPTS[0], negative_prompt="a blue square", generator=seeded(0), **SETTINGS).images[0]
     assert distance(guided, real(PROMPTS[0], generator=seeded(0), **SETTINGS).images[0]) > 1
 
 
-def test_without_t5_its_tokens_are_left_out(exports: dict[tuple[str, str], Path], real: Any) -> None:
+def test_without_t5_its_tokens_are_left_out(exports: Exports, real: Any) -> None:
     pipe = RealTextPipeline.from_pretrained(
         exports["real", "empty"], text_encoder_3=None, dtype=torch.float32, local_files_only=True
     )
@@ -215,7 +180,7 @@ def test_without_t5_its_tokens_are_left_out(exports: dict[tuple[str, str], Path]
     assert torch.equal(clip_only, full[:, : clip_only.shape[1]])
 
 
-def test_options_that_training_did_not_use_are_refused(exports: dict[tuple[str, str], Path], real: Any) -> None:
+def test_options_that_training_did_not_use_are_refused(exports: Exports, real: Any) -> None:
     with pytest.raises(ValueError, match="clip_skip"):
         real(PROMPTS[0], clip_skip=1, **SETTINGS)
     zero, _ = open_pipeline(exports["real", "zero"], CPU)
@@ -226,7 +191,7 @@ def test_options_that_training_did_not_use_are_refused(exports: dict[tuple[str, 
 
 @pytest.mark.parametrize(("tokens", "uncond"), [("padded", "empty"), ("padded", "zero"), ("real", "zero")])
 def test_the_code_of_the_card_equals_sd3_light_sample(
-    exports: dict[tuple[str, str], Path], tokens: Any, uncond: Any, modules: None
+    exports: Exports, tokens: Any, uncond: Any, modules: None
 ) -> None:
     folder = exports[tokens, uncond]
     (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
@@ -236,5 +201,5 @@ def test_the_code_of_the_card_equals_sd3_light_sample(
     pipe, policy = open_pipeline(folder, CPU)
     side = CONFIG["sample_size"] * pipe.vae_scale_factor
     request = ImageRequest("a prompt", 0, side, side)
-    (expected,) = generate(pipe, [request], policy, steps=28, guidance=DEFAULT_GUIDANCE)
+    (expected,) = generate(pipe, [request], policy)
     assert distance(names["image"], expected) <= 1

@@ -114,7 +114,9 @@ def test_a_round_trip_is_bit_for_bit(
     StableDiffusion3Pipeline.from_pretrained(back.path, local_files_only=True)
 
 
-def test_a_folder_of_several_files_and_types_round_trips(tmp_path: Path, demo_parts: Path) -> None:
+def test_a_folder_of_several_files_and_types_round_trips_unless_a_tensor_is_in_two(
+    tmp_path: Path, demo_parts: Path
+) -> None:
     folder = write_stock(tmp_path / "folder", demo_parts, TINY, torch.bfloat16, max_shard_size="1MB")
     files = sorted((folder / "transformer").glob("*.safetensors"))
     assert len(files) > 1
@@ -126,6 +128,10 @@ def test_a_folder_of_several_files_and_types_round_trips(tmp_path: Path, demo_pa
     after = load_file(read_single_file(file, None, tmp_path / "back").path / WEIGHTS)
     assert after.keys() == before.keys()
     assert all(after[name].dtype == tensor.dtype and after[name].equal(tensor) for name, tensor in before.items())
+    name, tensor = next(iter(load_file(files[1]).items()))
+    save_file({**first, name: tensor}, files[0], {"format": "pt"})
+    with pytest.raises(UserError, match="and another file of"):
+        write_single_file(folder, tmp_path / "other.safetensors")
 
 
 def test_parts_that_the_file_lacks_come_from_the_base(tmp_path: Path, folder_of: FolderOf, demo_parts: Path) -> None:
@@ -159,6 +165,10 @@ def test_without_a_base_the_parts_of_the_file_are_written(tmp_path: Path, folder
     back = read_single_file(file, None, tmp_path / "back")
     assert {path.name for path in back.path.iterdir()} == {"transformer", "vae", "scheduler", "sd3_light.json"}
     assert back.notes == ("without a base folder there are no tokenizers: use the folder to initialize training",)
+    tensors = load_file(file)
+    for name in ("encoder.mid.attn_1.q", "decoder.mid.attn_1.proj_out"):
+        assert tensors[f"first_stage_model.{name}.weight"].shape == (8, 8, 1, 1), "attention is a convolution there"
+    assert tensors["first_stage_model.decoder.mid.attn_1.norm.weight"].shape == (8,)
 
 
 # --- the layout --------------------------------------------------------------------------------
@@ -268,13 +278,6 @@ def test_the_vae_is_named_as_diffusers_converter_expects(levels: int) -> None:
     converted = convert_ldm_vae_checkpoint(named, config)
     assert converted.keys() == state.keys()
     assert all(converted[name] is tensor or converted[name].equal(tensor) for name, tensor in state.items())
-
-
-def test_the_vaes_attention_is_a_convolution_in_the_file(tmp_path: Path, folder_of: FolderOf) -> None:
-    tensors = load_file(write_single_file(folder_of("square"), tmp_path / "m.safetensors").path)
-    assert tensors["first_stage_model.encoder.mid.attn_1.q.weight"].shape == (8, 8, 1, 1)
-    assert tensors["first_stage_model.decoder.mid.attn_1.proj_out.weight"].shape == (8, 8, 1, 1)
-    assert tensors["first_stage_model.decoder.mid.attn_1.norm.weight"].shape == (8,)
 
 
 # --- identity blocks ---------------------------------------------------------------------------
@@ -451,13 +454,6 @@ def test_frozen_parts_must_be_complete(tmp_path: Path, folder_of: FolderOf, name
         read_single_file(file, None, tmp_path / "out")
 
 
-def test_another_kind_of_file_is_refused(tmp_path: Path, folder_of: FolderOf) -> None:
-    with pytest.raises(UserError, match=r"is not an SD3 single file: it lacks x_embedder\.proj\.weight, "):
-        transformer_from_single_file(folder_of("square") / WEIGHTS)
-    with pytest.raises(UserError, match=r"cannot read .*: No such file"):
-        transformer_from_single_file(tmp_path / "none.safetensors")
-
-
 @pytest.mark.parametrize("size", [4, 100, -1])
 def test_a_truncated_file_is_refused(tmp_path: Path, folder_of: FolderOf, size: int) -> None:
     file = write_single_file(folder_of("square"), tmp_path / "m.safetensors").path
@@ -480,7 +476,11 @@ def test_damaged_metadata_is_refused(tmp_path: Path, folder_of: FolderOf, metada
         transformer_from_single_file(file)
 
 
-def test_nothing_is_overwritten(tmp_path: Path, folder_of: FolderOf) -> None:
+def test_other_files_are_refused_and_nothing_is_overwritten(tmp_path: Path, folder_of: FolderOf) -> None:
+    with pytest.raises(UserError, match=r"is not an SD3 single file: it lacks x_embedder\.proj\.weight, "):
+        transformer_from_single_file(folder_of("square") / WEIGHTS)
+    with pytest.raises(UserError, match=r"cannot read .*: No such file"):
+        transformer_from_single_file(tmp_path / "none.safetensors")
     file = write_single_file(folder_of("square"), tmp_path / "m.safetensors").path
     before = file.read_bytes()
     with pytest.raises(UserError, match=r"m\.safetensors already exists"):
@@ -531,15 +531,6 @@ def test_an_incomplete_folder_is_refused(tmp_path: Path, demo_parts: Path) -> No
         write_single_file(folder, tmp_path / "m.safetensors")
     with pytest.raises(UserError, match=r"is not a diffusers folder"):
         read_single_file(tmp_path / "m.safetensors", tmp_path, tmp_path / "out")
-
-
-def test_a_tensor_in_two_files_of_a_folder_is_refused(tmp_path: Path, demo_parts: Path) -> None:
-    folder = write_stock(tmp_path / "folder", demo_parts, TINY, max_shard_size="1MB")
-    first, second, *_ = sorted((folder / "transformer").glob("*.safetensors"))
-    name, tensor = next(iter(load_file(second).items()))
-    save_file({**load_file(first), name: tensor}, first, {"format": "pt"})
-    with pytest.raises(UserError, match="and another file of"):
-        write_single_file(folder, tmp_path / "m.safetensors")
 
 
 # --- notes about other readers -----------------------------------------------------------------

@@ -30,6 +30,7 @@ from tests.cases import combinations
 from tests.families import make_denoiser, make_pipeline
 
 CPU = torch.device("cpu")
+FolderOf = Callable[[str, torch.dtype], Path]
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {},
     "dora": {"use_dora": True},
@@ -39,7 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, torch.dtype], Path]:
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> FolderOf:
     """Return a function that writes a family's pipeline once, with its denoiser in a dtype."""
 
     @cache
@@ -56,6 +57,12 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, torch.
         return path
 
     return folder
+
+
+@pytest.fixture
+def in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frozen weights have the dtype that they have on a GPU."""
+    monkeypatch.setattr(trainable, "frozen_dtype", lambda *_: torch.bfloat16)
 
 
 def config_of(folder: Path, tmp_path: Path, **adapter: Any) -> TrainConfig:
@@ -105,13 +112,7 @@ def facts(denoiser: nn.Module) -> dict[str, tuple[torch.dtype, bool]]:
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_frozen_denoiser_has_the_values_of_one_that_was_cast(
-    folder_of: Callable[[str, torch.dtype], Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    family: str,
-    kind: str,
-    stored: torch.dtype,
-    dtype: torch.dtype,
+    folder_of: FolderOf, tmp_path: Path, monkeypatch: Any, family: str, kind: str, stored: Any, dtype: torch.dtype
 ) -> None:
     monkeypatch.setattr(trainable, "frozen_dtype", lambda *_: dtype)  # that of a GPU
     config = config_of(folder_of(family, stored), tmp_path, **KINDS[kind])
@@ -126,11 +127,9 @@ def test_a_frozen_denoiser_has_the_values_of_one_that_was_cast(
 
 
 @pytest.mark.parametrize("family", ["flux", "krea2", "wan"])
-def test_frozen_weights_have_the_dtypes_of_the_stock_class(
-    folder_of: Callable[[str, torch.dtype], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
-) -> None:
+@pytest.mark.usefixtures("in_bfloat16")
+def test_frozen_weights_have_the_dtypes_of_the_stock_class(folder_of: FolderOf, tmp_path: Path, family: str) -> None:
     """Wan's time embedding and modulation and Krea 2's norms are in float32, whatever dtype is asked for."""
-    monkeypatch.setattr(trainable, "frozen_dtype", lambda *_: torch.bfloat16)
     folder = folder_of(family, torch.float32)
     config = config_of(folder, tmp_path)
     denoiser: Any = load_what_trains(config, family_of(config.model).weights.start(config.model), CPU)
@@ -170,7 +169,7 @@ class Float32Bytes(TorchDispatchMode):
 
 @pytest.mark.parametrize("family", ["sd3", "flux", "wan"])
 def test_a_frozen_denoiser_is_never_held_in_float32(
-    folder_of: Callable[[str, torch.dtype], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+    folder_of: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     config = config_of(folder_of(family, torch.float32), tmp_path, rank=1)
     start = family_of(config.model).weights.start(config.model)
@@ -197,15 +196,10 @@ NEEDS_LIBRARY = pytest.mark.skipif(not is_bnb_available(), reason="needs bitsand
 @pytest.mark.parametrize("bits", [8, pytest.param(4, marks=NEEDS_LIBRARY)])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("family", ["sd3", "flux", "wan"])
+@pytest.mark.usefixtures("in_bfloat16")
 def test_quantized_weights_are_read_one_by_one(
-    folder_of: Callable[[str, torch.dtype], Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    family: str,
-    kind: str,
-    bits: int,
+    folder_of: FolderOf, tmp_path: Path, family: str, kind: str, bits: int
 ) -> None:
-    monkeypatch.setattr(trainable, "frozen_dtype", lambda *_: torch.bfloat16)
     config = config_of(folder_of(family, torch.float32), tmp_path, base_bits=bits, **KINDS[kind])
     weights = family_of(config.model).weights
     start = weights.start(config.model)
@@ -227,15 +221,10 @@ def test_quantized_weights_are_read_one_by_one(
 @pytest.mark.parametrize("base_bits", [16, 8])
 @pytest.mark.parametrize("swapped", [3, "all"])
 @pytest.mark.parametrize("family", ["sd3", "flux", "wan"])
+@pytest.mark.usefixtures("in_bfloat16")
 def test_swapped_blocks_have_the_bytes_that_check_counts(
-    folder_of: Callable[[str, torch.dtype], Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    family: str,
-    swapped: int | str,
-    base_bits: int,
+    folder_of: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, swapped: Any, base_bits: int
 ) -> None:
-    monkeypatch.setattr(trainable, "frozen_dtype", lambda *_: torch.bfloat16)
     config = config_of(folder_of(family, torch.float32), tmp_path, base_bits=base_bits)
     config = config.model_copy(update={"swap_blocks": swapped})
     assert config.adapter is not None
@@ -267,7 +256,7 @@ def test_swapped_blocks_have_the_bytes_that_check_counts(
 @pytest.mark.parametrize("swapped", [0, 3, "all"])
 @pytest.mark.parametrize(("family", "kind"), [("sd3", "adamw8bit"), ("wan", "adamw"), ("flux", "adafactor")])
 def test_trained_blocks_have_the_bytes_that_check_counts(
-    folder_of: Callable[[str, torch.dtype], Path], tmp_path: Path, family: str, kind: str, swapped: int | str
+    folder_of: FolderOf, tmp_path: Path, family: str, kind: str, swapped: int | str
 ) -> None:
     model = {"diffusers_path": str(folder_of(family, torch.float32)), "dtype": "float32"}
     settings = {"output_dir": "out", "dataset": "data.toml", "max_steps": 9, "model": model, "swap_blocks": swapped}

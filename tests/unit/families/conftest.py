@@ -1,7 +1,7 @@
 """Folders of tiny pipelines."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,11 +9,12 @@ from types import SimpleNamespace
 import diffusers
 import pytest
 
-from tests.families import make_pipeline
+from tests.families import TinyFolder, make_pipeline
+from tests.stock import save_stock
 
 
 @pytest.fixture(scope="session")
-def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> TinyFolder:
     """Return a function that writes a family's pipeline once, with the published settings of its scheduler."""
 
     @cache
@@ -23,6 +24,12 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
         return path
 
     return folder
+
+
+@pytest.fixture(scope="session")
+def stock_folder(tmp_path_factory: pytest.TempPathFactory) -> TinyFolder:
+    """Return the same function for pipelines in which every weight matters."""
+    return cache(lambda family: save_stock(family, tmp_path_factory.mktemp("stock") / family))
 
 
 @pytest.fixture(scope="package", autouse=True)

@@ -9,9 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from sd3_light.cache.recipe import stored_columns
+from sd3_light.cache.identity import stored_columns
 from sd3_light.check import verb as check
-from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.core.batch import Batch
 from sd3_light.core.columns import Bucket, mask_factor
 from sd3_light.core.registry import family_named, family_of
@@ -20,15 +19,13 @@ from sd3_light.data.reader import ShardReader
 from sd3_light.data.shards import read_origins
 from sd3_light.flow.objective import inside_and_outside
 from sd3_light.sources.preprocess import decode_mask
-from sd3_light.train.verb import Resume
-from tests.checkpoints import same, tensors
 from tests.families import TinyFolder, deep_compression_vae
 from tests.made_up_cache import LABEL, write_cache
 from tests.project import Project
 from tests.stock_project import BUCKETS, LORA, write_project
 from tests.unit.families import test_stock_cache as caches
 from tests.unit.families.test_stock_families import SEED, Tiny
-from tests.unit.families.test_stock_training import run
+from tests.unit.families.test_stock_training import require_exact_resume, run
 
 pytestmark = pytest.mark.usefixtures("unproven")
 
@@ -110,13 +107,9 @@ def stored_masks(project: Project) -> dict[str, list[list[int]]]:
     for entry in manifest.shards:
         reader = ShardReader(project.cache / SHARDS / entry.file, entry)
         white = torch.full(reader.value("moments", 0).shape[-2:], 255)
-        for row, key in enumerate(origin_keys(reader, entry.count)):
-            masks[key] = (white if reader.mask is None else reader.value("mask", row)).tolist()
+        for row, origin in enumerate(read_origins(reader.path.with_suffix(".arrow"))):
+            masks[Path(origin.key).stem] = (white if reader.mask is None else reader.value("mask", row)).tolist()
     return masks
-
-
-def origin_keys(reader: ShardReader, count: int) -> list[str]:
-    return [Path(origin.key).stem for origin in read_origins(reader.path.with_suffix(".arrow"))][:count]
 
 
 @pytest.fixture(params=["flux", "sana", "wan"])
@@ -178,11 +171,7 @@ def test_a_masked_run_resumes_from_shards_and_from_memory(tmp_path: Path, tiny_f
     shutil.rmtree(project.cache)
     model = check.load(project.train_toml).train.model
     write_cache(project.cache, family_of(model), model, BUCKETS, masked=True)
-    last = checkpoint_name(4)
-    whole = tensors(run(project, "whole") / last)
-    run(project, "parts", "max_steps=2")
-    resumed = tensors(run(project, "parts", 'cache_residence="host"', resume=Resume()) / last)
-    assert same(whole, resumed)
+    require_exact_resume(project, later=['cache_residence="host"'])
     losses = project.losses("whole")
     assert project.losses("parts") == losses
     assert all(losses[step] != loss for step, loss in project.losses("plain").items())

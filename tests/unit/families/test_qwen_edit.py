@@ -21,7 +21,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from sd3_light.check import verb as check
-from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config import ConfigFaults, UserError
 from sd3_light.core.batch import Batch
 from sd3_light.core.columns import SMALLEST, Bucket
@@ -37,17 +36,16 @@ from sd3_light.flow.packing import pack_latents
 from sd3_light.new import verb as new
 from sd3_light.sample.generate import generate
 from sd3_light.sources.decode import read_fitted
-from sd3_light.train.verb import Resume
 from sd3_light.world import write_dataset
-from tests.checkpoints import same, tensors
 from tests.families import TinyFolder, with_processor
 from tests.project import Project
+from tests.stock import open_stock
 from tests.stock_project import LORA, write_project
 from tests.unit.families import test_stock_cache as caches
-from tests.unit.families.test_references import stored, write_reference
+from tests.unit.families.test_references import changed, stored, write_edits, write_reference
 from tests.unit.families.test_stock_drawing import SAMPLING, draw, grid_image
 from tests.unit.families.test_stock_families import Tiny
-from tests.unit.families.test_stock_training import run
+from tests.unit.families.test_stock_training import require_exact_resume, run
 from tests.warm import REAL_PYTHON
 
 EDIT = "qwen_image_edit"
@@ -100,12 +98,6 @@ def with_count(tiny: Tiny, count: int) -> Tiny:
     return tiny
 
 
-def opened(tiny: Tiny) -> Any:
-    pipe = getattr(diffusers, tiny.family.pipeline).from_pretrained(tiny.folder, local_files_only=True)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
 def references(folder: Path, count: int) -> tuple[Path, ...]:
     """Write images of several sizes."""
     files = tuple(folder / f"before{number}.png" for number in range(count))
@@ -146,7 +138,7 @@ def test_references_have_the_sizes_of_the_pipelines(monkeypatch: pytest.MonkeyPa
 
 def test_texts_latents_and_prediction_are_those_of_the_stock_pipeline(tiny: Tiny, tmp_path: Path) -> None:
     """The first call of the denoiser, with references, texts and guidance as the pipeline makes them itself."""
-    pipe = opened(tiny)
+    pipe = open_stock(tiny.folder)
     files = references(tmp_path, COUNTS[tiny.name])
     images = [read_fitted(file, tiny.family.reference_bucket(SIZE)) for file in files]
     noise = torch.randn(1, 4, 8, 12, generator=torch.Generator().manual_seed(0))
@@ -202,7 +194,7 @@ def test_texts_latents_and_prediction_are_those_of_the_stock_pipeline(tiny: Tiny
 
 
 def test_images_are_drawn_with_references_as_they_are_cached(tiny: Tiny, tmp_path: Path) -> None:
-    pipe = opened(tiny)
+    pipe = open_stock(tiny.folder)
     count = COUNTS[tiny.name]
     files = references(tmp_path, count)
     policy = StockInputs(tiny.family, tiny.folder, {"text_max_length": 12})
@@ -235,7 +227,7 @@ def test_images_are_drawn_with_references_as_they_are_cached(tiny: Tiny, tmp_pat
 @pytest.mark.parametrize("kind", [EDIT, PLUS])
 def test_a_proof_draws_from_a_small_reference(kind: str, tiny_folder: TinyFolder) -> None:
     tiny = Tiny(kind, tiny_folder(kind))
-    pipe = opened(tiny)
+    pipe = open_stock(tiny.folder)
     inputs = tiny.family.files.pipeline_inputs(tiny.folder, dict(pipe.transformer.config), {"text_max_length": 12})
     image = sample_image(pipe, inputs)
     name = "image"
@@ -274,11 +266,7 @@ def test_the_cost_counts_the_tokens_of_references(monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def project(tmp_path: Path, small: None) -> Project:
-    project = caches.write_project(tmp_path / "project", EDIT, extra='references = ["before"]\n')
-    (project.folder / "before").mkdir()
-    for number in range(caches.COUNT):
-        write_reference(project, number, number)
-    return project
+    return write_edits(tmp_path / "project", EDIT)
 
 
 def test_a_changed_reference_encodes_its_text_again(project: Project, tmp_path: Path) -> None:
@@ -293,13 +281,7 @@ def test_a_changed_reference_encodes_its_text_again(project: Project, tmp_path: 
     report = caches.build(project)
     assert caches.counted(report) == (1, 1)
     assert report.values.copied_captions == caches.COUNT - report.reused - 1
-    changed = {
-        (column, name)
-        for column, values in before.items()
-        for name, value in stored(project, column).items()
-        if not torch.equal(value, values[name])
-    }
-    assert changed == {("moments.reference.0", "3"), ("text", "3")}
+    assert changed(project, before) == {("moments.reference.0", "3"), ("text", "3")}
     assert caches.counted(caches.build(project)) == (0, 0)
     caches.in_two_processes(several)
     assert caches.shards(several) == caches.shards(project)
@@ -376,11 +358,7 @@ def test_a_run_resumes_exactly_from_shards_and_from_memory(
     tmp_path: Path, tiny_folder: TinyFolder, small: None, unproven: None, name: str, tables: str
 ) -> None:
     project = training(tmp_path, tiny_folder(name), COUNTS[name], tables)
-    last = checkpoint_name(4)
-    whole = tensors(run(project, "whole") / last)
-    run(project, "parts", "max_steps=2")
-    resumed = tensors(run(project, "parts", 'cache_residence="host"', resume=Resume()) / last)
-    assert same(whole, resumed)
+    require_exact_resume(project, later=['cache_residence="host"'])
 
 
 def test_a_run_draws_as_the_pipeline_does(tmp_path: Path, tiny_folder: TinyFolder, small: None, unproven: None) -> None:

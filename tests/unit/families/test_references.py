@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import numpy as np
 import pytest
 import torch
@@ -17,7 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sd3_light.assets import DEMO
 from sd3_light.check import verb as check
-from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config import ConfigFaults, UserError
 from sd3_light.core.batch import Batch
 from sd3_light.core.columns import Bucket
@@ -33,16 +31,16 @@ from sd3_light.flow.packing import pack_latents, unpack_latents
 from sd3_light.new import verb as new
 from sd3_light.randomness import first_words, occurrence_words, uniforms
 from sd3_light.sample.generate import generate
-from sd3_light.train.verb import Resume
 from sd3_light.world import write_dataset
-from tests.checkpoints import same, tensors
+from tests.checkpoints import tensors
 from tests.families import TinyFolder
 from tests.made_up_cache import LABEL, write_cache
 from tests.project import Project
+from tests.stock import open_stock
 from tests.stock_project import LORA, write_project
 from tests.unit.families import test_stock_cache as caches
 from tests.unit.families.test_stock_families import SEED, Tiny
-from tests.unit.families.test_stock_training import run
+from tests.unit.families.test_stock_training import LAST, require_exact_resume, run
 
 NAME = "flux_kontext"
 
@@ -57,8 +55,7 @@ def tiny(tiny_folder: TinyFolder) -> Tiny:
 
 def test_the_velocity_is_that_of_the_stock_pipeline(tiny: Tiny) -> None:
     """One step of the pipeline, from noise at t = 1 to the latents that the velocity leads to."""
-    pipe = diffusers.FluxKontextPipeline.from_pretrained(tiny.folder, local_files_only=True)
-    pipe.set_progress_bar_config(disable=True)
+    pipe = open_stock(tiny.folder)
     generator = torch.Generator().manual_seed(0)
     noise, reference = (torch.randn(2, 4, 8, 12, generator=generator) for _ in range(2))
     text = {"text": torch.randn(2, 7, 32, generator=generator), "pooled": torch.randn(2, 32, generator=generator)}
@@ -84,8 +81,7 @@ def test_the_velocity_is_that_of_the_stock_pipeline(tiny: Tiny) -> None:
 
 
 def test_images_are_drawn_with_the_reference_as_it_is_cached(tiny: Tiny, tmp_path: Path) -> None:
-    pipe = diffusers.FluxKontextPipeline.from_pretrained(tiny.folder, local_files_only=True)
-    pipe.set_progress_bar_config(disable=True)
+    pipe = open_stock(tiny.folder)
     pixels = np.random.default_rng(0).integers(0, 256, (80, 160, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "before.png")
     policy = StockInputs(tiny.family, tiny.folder, {"text_max_length": 12})
@@ -115,8 +111,7 @@ def test_images_are_drawn_with_the_reference_as_it_is_cached(tiny: Tiny, tmp_pat
 def test_flux2_sees_several_references_in_their_order(tiny_folder: TinyFolder, tmp_path: Path) -> None:
     """One step of the stock pipeline, which has the frames 10 and 20 for them; the images of a grid are its own."""
     flux2 = Tiny("flux2", tiny_folder("flux2"))
-    pipe: Any = diffusers.Flux2KleinPipeline.from_pretrained(flux2.folder, local_files_only=True)
-    pipe.set_progress_bar_config(disable=True)
+    pipe = open_stock(flux2.folder)
     generator = torch.Generator().manual_seed(0)
     pixels = np.random.default_rng(0).integers(0, 256, (2, 64, 96, 3), dtype=np.uint8)
     files = tuple(tmp_path / f"{number}.png" for number in range(2))
@@ -191,7 +186,12 @@ def test_the_cost_counts_the_tokens_of_references(tiny: Tiny, tiny_folder: TinyF
 
 @pytest.fixture
 def project(tmp_path: Path) -> Project:
-    project = caches.write_project(tmp_path / "project", NAME, extra='references = ["before"]\n')
+    return write_edits(tmp_path / "project", NAME)
+
+
+def write_edits(folder: Path, family: str) -> Project:
+    """Write a project of images with references."""
+    project = caches.write_project(folder, family, extra='references = ["before"]\n')
     (project.folder / "before").mkdir()
     for number in range(caches.COUNT):
         write_reference(project, number, number)
@@ -212,6 +212,16 @@ def stored(project: Project, column: str) -> dict[str, Tensor]:
     return values
 
 
+def changed(project: Project, before: dict[str, dict[str, Tensor]]) -> set[tuple[str, str]]:
+    """Return the columns and names of values that were others before."""
+    return {
+        (column, name)
+        for column, values in before.items()
+        for name, value in stored(project, column).items()
+        if not torch.equal(value, values[name])
+    }
+
+
 def test_references_are_encoded_in_the_bucket_of_images_and_alone(project: Project, tmp_path: Path) -> None:
     assert caches.counted(caches.build(project)) == (2 * caches.COUNT, caches.COUNT)
     vae = load_vae(project.model, torch.device("cpu"), torch.float32)
@@ -228,13 +238,7 @@ def test_references_are_encoded_in_the_bucket_of_images_and_alone(project: Proje
     report = caches.build(project)
     assert caches.counted(report) == (1, 0)
     assert report.values.copied_images == 2 * (caches.COUNT - report.reused) - 1
-    changed = {
-        (column, name)
-        for column, values in before.items()
-        for name, value in stored(project, column).items()
-        if not torch.equal(value, values[name])
-    }
-    assert changed == {("moments.reference.0", "3")}
+    assert changed(project, before) == {("moments.reference.0", "3")}
     assert caches.counted(caches.build(project)) == (0, 0)
     caches.in_two_processes(several)
     assert caches.shards(several) == caches.shards(project)
@@ -302,12 +306,8 @@ def test_a_run_resumes_exactly_from_shards_and_from_memory(
     own = "" if family == NAME else f"references = {len(folders)}\n"
     project = write_project(tmp_path, tiny_folder(family), f"references = {json.dumps(folders)}\n", own)
     project.train_toml.write_text(project.train_toml.read_text() + tables)
-    last, keys = checkpoint_name(4), ("model.reference_dropout_prob=0.3",)
-    whole = tensors(run(project, "whole", *keys) / last)
-    run(project, "parts", "max_steps=2", *keys)
-    resumed = tensors(run(project, "parts", 'cache_residence="host"', *keys, resume=Resume()) / last)
-    assert same(whole, resumed)
-    others = tensors(run(project, "kept") / last)
+    whole = require_exact_resume(project, "model.reference_dropout_prob=0.3", later=['cache_residence="host"'])
+    others = tensors(run(project, "kept") / LAST)
     assert any(not torch.equal(tensor, others[name]) for name, tensor in whole.items())
 
 

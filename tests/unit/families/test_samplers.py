@@ -14,8 +14,7 @@ from sd3_light.flow.scheduler import SAMPLERS
 from sd3_light.sample import verb as sample
 from sd3_light.sample.image_requests import PromptRow
 from sd3_light.sample.verb import SampleOptions
-from tests.families import make_pipeline
-from tests.stock import save_stock
+from tests.families import TinyFolder, make_pipeline
 
 EULER_ONLY = r"sets times that this sampler does not support; use --sampler euler"
 REFUSED = {
@@ -55,9 +54,8 @@ def _without_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_every_sampler_draws_or_is_refused(family: str, tmp_path: Path) -> None:
-    folder = DEMO if family == "sd3" else save_stock(family, tmp_path / "model")
-    check_samplers(folder, tmp_path, REFUSED[family])
+def test_every_sampler_draws_or_is_refused(family: str, tmp_path: Path, stock_folder: TinyFolder) -> None:
+    check_samplers(DEMO if family == "sd3" else stock_folder(family), tmp_path, REFUSED[family])
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from sd3_light.check import verb as check
 from sd3_light.cli import app
-from sd3_light.config import ConfigFaults, UserError, resolved_toml
+from sd3_light.config import ConfigFaults, Fault, UserError, resolved_toml
 from sd3_light.core.registry import family_named, family_of
 from sd3_light.export.open_pipeline import open_policy
 from sd3_light.new import verb as new
@@ -63,6 +63,13 @@ def faults(tmp_path: Path, raw_project: Project) -> Faults:
         return []
 
     return find
+
+
+def only_fault(call: Callable[[], object]) -> Fault:
+    with pytest.raises(ConfigFaults) as error:
+        call()
+    (fault,) = error.value.faults
+    return fault
 
 
 def set_json(path: Path, **entries: Any) -> None:
@@ -320,9 +327,7 @@ def test_sides_follow_the_vae(
     path = written(tmp_path, raw_project.images, sana)
     ratios = 'resolutions = [{}]\nenable_ar_bucket = true\n{}[[directory]]\npath = "{}"\n'
     (tmp_path / "data.toml").write_text(ratios.format(128, "", raw_project.images))
-    with pytest.raises(ConfigFaults) as error:
-        check.load(path)
-    (fault,) = error.value.faults
+    fault = only_fault(lambda: check.load(path))
     assert (fault.key, fault.hint) == ("directory[0].resolutions", "write side_step = 32")
     assert fault.problem == "the model needs sides that are multiples of 32"
     (tmp_path / "data.toml").write_text(ratios.format(128, "side_step = 32\n", raw_project.images))
@@ -372,14 +377,10 @@ def test_new_names_clips_and_single_files_in_place_of_images(
     clips.mkdir()
     (clips / "a.mp4").write_bytes(b"")
     (clips / "a.txt").write_text("a")
-    with pytest.raises(ConfigFaults) as error:
-        new.run("lora", str(clips), str(flux), tmp_path / "out", gpus=GPU)
-    (fault,) = error.value.faults
+    fault = only_fault(lambda: new.run("lora", str(clips), str(flux), tmp_path / "out", gpus=GPU))
     assert fault.problem == "no usable sample (no images)"
     assert fault.hint == "the folder has clips, and Flux trains on images only; clips need Wan"
-    with pytest.raises(ConfigFaults) as error:
-        check.run(check.load(written(tmp_path, clips, tiny_folder("wan"))))
-    (fault,) = error.value.faults
+    fault = only_fault(lambda: check.run(check.load(written(tmp_path, clips, tiny_folder("wan")))))
     assert fault.hint == "the folder has clips: write frames in the dataset TOML"
     for name, words in (("wan", "40 clips and images at 64 px"), ("flux", "40 images at 64 px")):
         options = ["--data", str(raw_project.images), "--model", str(tiny_folder(name)), "--out", str(tmp_path / name)]
@@ -387,9 +388,7 @@ def test_new_names_clips_and_single_files_in_place_of_images(
         assert words in result.output, result.output
     file = tmp_path / "flux1-dev.safetensors"
     file.write_bytes(b"")
-    with pytest.raises(ConfigFaults) as error:
-        new.run("lora", str(raw_project.images), str(file), tmp_path / "file", gpus=GPU)
-    (fault,) = error.value.faults
+    fault = only_fault(lambda: new.run("lora", str(raw_project.images), str(file), tmp_path / "file", gpus=GPU))
     assert fault.file == "--model"
     assert fault.problem.startswith(f"{file} is a file; give a diffusers folder")
 

@@ -13,24 +13,24 @@ from safetensors.torch import load_file, save_file
 from sd3_light.config import UserError
 from sd3_light.core.columns import Bucket
 from sd3_light.core.registry import family_named
-from sd3_light.encoding import residence
+from sd3_light.encoding import placement
 from sd3_light.encoding.vae import LatentScale, load_vae
 from sd3_light.families.base import StockFamily
 from sd3_light.families.stock.encoders import StockEncoders, caption_batches
+from tests.families import TinyFolder
 from tests.poisoned import poison
 from tests.stock import model_table, save_stock
+from tests.unit.families.test_stock_images import FAMILIES, LENGTHS
 
 CPU = torch.device("cpu")
-FAMILIES = ("flux", "flux2", "krea2", "prx", "qwen_image", "sana", "wan", "z_image")
-LENGTHS = {"flux": 12, "flux2": 40, "krea2": 160, "prx": 32, "qwen_image": 320}
 CAPTIONS = ["a red fox", "", "two cats on a mat", "a very long caption of a house", "a bird"]
 SIZE = (32, 64)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def folder(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[StockFamily, Path]:
+def folder(request: Any, stock_folder: TinyFolder) -> tuple[StockFamily, Path]:
     family: Any = family_named(request.param)
-    return family, save_stock(request.param, tmp_path_factory.mktemp(request.param) / "model")
+    return family, stock_folder(request.param)
 
 
 def open_encoders(family: StockFamily, folder: Path, batch: int = 2, **options: Any) -> StockEncoders:
@@ -101,8 +101,8 @@ def test_layers_copied_one_by_one_encode_the_same_bytes(
         expected = encoders.encode_captions(CAPTIONS)
         empty = encoders.encode_empty()
     needed = poison(monkeypatch)
-    monkeypatch.setattr(residence, "BUFFERS", 0)  # tiny encoders have one layer or two
-    monkeypatch.setattr(residence, "free_memory", lambda device: 1 << 20)
+    monkeypatch.setattr(placement, "BUFFERS", 0)  # tiny encoders have one layer or two
+    monkeypatch.setattr(placement, "free_memory", lambda device: 1 << 20)
     pixels = np.zeros((1, *SIZE, 3), np.uint8)
     with open_encoders(family, path, one_at_a_time=True) as encoders:
         encoders.encode_images(pixels, flip=False)
@@ -175,9 +175,8 @@ def test_broken_folders_are_named(tmp_path: Path) -> None:
         load_vae(path, CPU, torch.float32)
 
 
-def test_how_much_of_a_caption_is_read(tmp_path: Path) -> None:
-    path = save_stock("flux", tmp_path / "model")
-    limits = family_named("flux").encoding.text_limits(path, {"text_max_length": 12})
+def test_how_much_of_a_caption_is_read(stock_folder: TinyFolder) -> None:
+    limits = family_named("flux").encoding.text_limits(stock_folder("flux"), {"text_max_length": 12})
     assert [(limit.encoder, limit.tokens) for limit in limits] == [("clip", 16), ("t5", 12)]
     assert limits[1].count("a red fox") > 1
     assert "raise text_max_length" in limits[1].remedy

@@ -22,15 +22,10 @@ from sd3_light.flow.scheduler import folder_scheduler
 from sd3_light.model.adapter_layers import add_adapter, is_adapter_name
 from sd3_light.model.folder import pipeline_settings
 from sd3_light.model.loading import load_diffusers_model
-from tests.stock import save_stock
+from tests.families import TinyFolder
 
 FAMILIES = ("flux", "flux_kontext", "flux2", "krea2", "prx", "qwen_image", "sana", "wan", "z_image")
 LOADS = tuple(name for name in FAMILIES if name != "prx")  # its stock pipeline loads no LoRA
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: save_stock(name, tmp_path_factory.mktemp(name) / "model") for name in FAMILIES}
 
 
 def load_denoiser(family: StockFamily, folder: Path) -> Any:
@@ -55,8 +50,8 @@ def of(name: str) -> StockFamily:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_inputs_of_a_proof_follow_from_the_family(name: str, folders: dict[str, Path]) -> None:
-    family, folder = of(name), folders[name]
+def test_inputs_of_a_proof_follow_from_the_family(name: str, stock_folder: TinyFolder) -> None:
+    family, folder = of(name), stock_folder(name)
     assert family_of_folder(folder) is family
     pipe = stock_pipeline(family, folder)
     config = model_config(pipe.transformer)
@@ -71,9 +66,9 @@ def test_inputs_of_a_proof_follow_from_the_family(name: str, folders: dict[str, 
 
 
 @pytest.fixture
-def adapter(request: Any, folders: dict[str, Path]) -> tuple[StockFamily, Path, AdapterConfig, Any]:
+def adapter(request: Any, stock_folder: TinyFolder) -> tuple[StockFamily, Path, AdapterConfig, Any]:
     """A family, its folder, an adapter's table, and a denoiser with the adapter, whose weights are not zero."""
-    family, folder = of(request.param), folders[request.param]
+    family, folder = of(request.param), stock_folder(request.param)
     config = AdapterConfig.model_validate({"rank": 2, "alpha": 2.0, "target_modules": list(family.adapter_targets)})
     denoiser = load_denoiser(family, folder)
     add_adapter(denoiser, config, 0)
@@ -112,8 +107,8 @@ def test_a_lora_changes_the_stock_pipelines_image_as_ours(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_folder_is_exported_and_proven(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    family, folder = of(name), folders[name]
+def test_a_folder_is_exported_and_proven(name: str, stock_folder: TinyFolder, tmp_path: Path) -> None:
+    family, folder = of(name), stock_folder(name)
     denoiser = load_denoiser(family, folder)
     spec = ExportSpec(folder, model_config(denoiser), torch.bfloat16, family=family)
     out = write_folder(tmp_path / "out", denoiser.state_dict(), spec)
@@ -157,8 +152,8 @@ def test_a_lora_is_exported_and_proven(adapter: tuple[StockFamily, Path, Adapter
 
 
 @pytest.mark.parametrize("kind", ["lokr", "loha"])
-def test_a_lycoris_adapter_of_wan_is_proven_by_own_names(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    family, folder = of("wan"), folders["wan"]
+def test_a_lycoris_adapter_of_wan_is_proven_by_own_names(kind: str, stock_folder: TinyFolder, tmp_path: Path) -> None:
+    family, folder = of("wan"), stock_folder("wan")
     table = {"type": kind, "rank": 2, "alpha": 2.0, "target_modules": list(family.adapter_targets)}
     config = AdapterConfig.model_validate(table)
     denoiser = load_denoiser(family, folder)

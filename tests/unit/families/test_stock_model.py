@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sd3_light.config import TrainConfig
 from sd3_light.config.schema_blocks import LayerSyncConfig
@@ -15,34 +15,18 @@ from sd3_light.core.objective import Objective, Objectives, Prediction
 from sd3_light.core.registry import family_named
 from sd3_light.families.stock.model import StockModel
 from sd3_light.flow.objectives import FlowMatching, configured_term
-from sd3_light.flow.packing import pack_latents, unpack_latents
 from tests.families import make_denoiser, make_pipeline
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SIDE = 8
+FLUX: Any = family_named("flux")
 
 
 def config(**keys: Any) -> TrainConfig:
     model = {"diffusers_path": "m", "dtype": "float32"}
     table = {"output_dir": "out", "dataset": "data.toml", "max_steps": 1, "model": model, **keys}
     return TrainConfig.model_validate(table, context={"base": Path()})
-
-
-def denoise(denoiser: nn.Module, batch: Batch) -> Tensor:
-    noisy = batch["noisy"]
-    axes = [torch.arange(size) for size in (1, SIDE // 2, SIDE // 2)]
-    tokens = denoiser(
-        hidden_states=pack_latents(noisy),
-        encoder_hidden_states=batch["text"],
-        pooled_projections=batch["pooled"],
-        timestep=batch["t"],
-        img_ids=torch.cartesian_prod(*axes),
-        txt_ids=torch.zeros(batch["text"].shape[1], 3),
-        guidance=torch.ones_like(batch["t"]),
-        return_dict=False,
-    )[0]
-    return unpack_latents(tokens, SIDE, SIDE)
 
 
 def flux_batch(size: int = 3) -> Batch:
@@ -72,7 +56,7 @@ class Energy(Objective):
 def make() -> Callable[..., StockModel]:
     def model(*objectives: Objective, **keys: Any) -> StockModel:
         torch.manual_seed(0)
-        return StockModel(make_denoiser("flux"), config(**keys), denoise, Objectives(objectives))
+        return StockModel(make_denoiser("flux"), config(**keys), FLUX, Objectives(objectives))
 
     return model
 
@@ -132,7 +116,7 @@ def test_attention_of_single_blocks_of_flux_gets_contiguous_gradients() -> None:
         for block in denoiser.single_transformer_blocks:
             block.attn.register_forward_hook(record)
         if speeds_up:
-            family_named("flux").speed_up(denoiser)  # type: ignore[attr-defined]
+            FLUX.speed_up(denoiser)
         generator = torch.Generator().manual_seed(0)
         width = denoiser.config.joint_attention_dim
         output = denoiser(

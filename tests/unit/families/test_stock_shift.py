@@ -20,6 +20,7 @@ from sd3_light.export.open_pipeline import open_policy
 from sd3_light.flow.scheduler import folder_scheduler, shift_of
 from sd3_light.model.base_values import other_shift, with_base_values
 from sd3_light.model.part_configs import FACTS_FILE
+from tests.families import TinyFolder
 from tests.stock import model_table, save_stock
 
 CPU = torch.device("cpu")
@@ -56,8 +57,8 @@ def stored(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_grids_and_exports_have_a_given_shift(name: str, tmp_path: Path) -> None:
-    folder = save_stock(name, tmp_path / "model")
+def test_grids_and_exports_have_a_given_shift(name: str, tmp_path: Path, stock_folder: TinyFolder) -> None:
+    folder = stock_folder(name)
     own = drawn_with(name, folder)
     assert own.config == folder_scheduler(folder).config
     given = drawn_with(name, folder, shift=5.0)
@@ -73,15 +74,14 @@ def test_grids_and_exports_have_a_given_shift(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["sana", "qwen_image"])
-def test_the_stock_pipeline_draws_a_proven_export(name: str, tmp_path: Path) -> None:
-    folder = save_stock(name, tmp_path / "model")
-    out = export(name, folder, tmp_path / "out", shift=5.0)
+def test_the_stock_pipeline_draws_a_proven_export(name: str, tmp_path: Path, stock_folder: TinyFolder) -> None:
+    out = export(name, stock_folder(name), tmp_path / "out", shift=5.0)
     assert json.loads((out / "proof.json").read_text())["picture_max_difference"] < 1 / 255
 
 
 @pytest.mark.parametrize("name", ["sana", "flux"])
-def test_the_folders_own_shift_keeps_its_file(name: str, tmp_path: Path) -> None:
-    folder = save_stock(name, tmp_path / "model")
+def test_the_folders_own_shift_keeps_its_file(name: str, tmp_path: Path, stock_folder: TinyFolder) -> None:
+    folder = stock_folder(name)
     keys = [{}, {"shift": 3.0}] if name == "sana" else [{}, {"flux_shift": True}]
     for number, shift in enumerate(keys):
         out = export(name, folder, tmp_path / str(number), **shift)
@@ -125,8 +125,10 @@ def test_a_shift_by_resolution_that_the_pipeline_does_not_compute_is_refused(
     assert open_policy(folder)
 
 
-def test_a_square_root_shift_follows_the_size_and_one_by_resolution_is_for_training(tmp_path: Path) -> None:
-    folder = save_stock("sana", tmp_path / "model")
+def test_a_square_root_shift_follows_the_size_and_one_by_resolution_is_for_training(
+    tmp_path: Path, stock_folder: TinyFolder
+) -> None:
+    folder = stock_folder("sana")
     tokens = family_named("sana").sampling.latent_shape(table("sana", folder), (64, 64))[-1] ** 2
     assert shift_of(drawn_with("sana", folder, sqrt_shift=True)) == math.sqrt(tokens / 256)
     out = export("sana", folder, tmp_path / "out", sqrt_shift=True)

@@ -3,12 +3,14 @@
 import json
 import math
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from sd3_light.check import verb as check
 from sd3_light.checkpoint.store import checkpoint_name
@@ -33,6 +35,7 @@ from tests.stock_project import BUCKETS, LORA, write_project
 
 pytestmark = pytest.mark.usefixtures("unproven")
 
+LAST = checkpoint_name(4)
 OTHERS = ["flux2", "krea2", "prx", "qwen_image", "sana", "z_image"]
 RELEASE = ("gradient_release=true", "gradient_clipping=0.0")
 NARROW = (*RELEASE, 'optimizer.weight_dtype="bfloat16"', 'model.transformer_dtype="bfloat16"')
@@ -53,20 +56,22 @@ def run(project: Project, name: str, *keys: str, resume: Resume | None = None) -
     return project.folder / name / "checkpoints"
 
 
+def require_exact_resume(project: Project, *keys: str, later: Sequence[str] = ()) -> dict[str, Tensor]:
+    """Compare a whole run with one in two parts, the second with the keys ``later``; return its last checkpoint."""
+    whole = tensors(run(project, "whole", *keys) / LAST)
+    run(project, "parts", "max_steps=2", *keys)
+    assert same(whole, tensors(run(project, "parts", *keys, *later, resume=Resume()) / LAST))
+    return whole
+
+
 @pytest.mark.parametrize("tables", ["", LORA], ids=["full", "lora"])
 def test_a_resumed_run_equals_the_whole(project: Project, tables: str) -> None:
     project.train_toml.write_text(project.train_toml.read_text() + tables)
-    last = checkpoint_name(4)
-    whole = tensors(run(project, "whole") / last)
-    losses = project.losses("whole")
-    first = run(project, "parts", "max_steps=2")
-    resumed = tensors(run(project, "parts", resume=Resume()) / last)
-    assert list(first.iterdir())
-    assert same(whole, resumed)
-    assert project.losses("parts") == losses
+    whole = require_exact_resume(project)
+    assert project.losses("parts") == project.losses("whole")
     (event,) = (event for event in project.events("eval", "whole") if event["weights"] == "raw")
     assert 0 < event["flow"] < 10
-    start = tensors(first / checkpoint_name(2))
+    start = tensors(project.folder / "parts" / "checkpoints" / checkpoint_name(2))
     trained = [name for name in whole if name.startswith("param/")]
     assert trained
     assert sum(not torch.equal(whole[name], start[name]) for name in trained) >= len(trained) / 2
@@ -75,12 +80,8 @@ def test_a_resumed_run_equals_the_whole(project: Project, tables: str) -> None:
 
 def test_weights_in_bfloat16_resume_exactly_and_follow_float32(project: Project) -> None:
     """With 8-bit moments and released gradients, through checkpoints, averages, evaluation and export."""
-    last = checkpoint_name(4)
     expected = project_losses(project, "float32", "gradient_clipping=0.0")
-    whole = tensors(run(project, "whole", *NARROW) / last)
-    run(project, "parts", "max_steps=2", *NARROW)
-    resumed = tensors(run(project, "parts", *NARROW, resume=Resume()) / last)
-    assert same(whole, resumed)
+    whole = require_exact_resume(project, *NARROW)
     assert project.losses("whole") == pytest.approx(expected, rel=0.05)
     dtypes = {tensor.dtype for name, tensor in whole.items() if name.startswith("param/") and tensor.dim() > 1}
     assert torch.bfloat16 in dtypes
@@ -99,11 +100,7 @@ def test_a_block_is_aligned_with_cached_features(project: Project, tables: str) 
         shutil.rmtree(project.folder / name)
         write_cache(project.folder / name, family_of(table), table, BUCKETS)
     keys = ("objective.flow={}", "objective.alignment={until=0.75}")
-    whole = tensors(run(project, "whole", *keys) / checkpoint_name(4))
-    resume = Resume(project.folder / "whole" / "checkpoints" / checkpoint_name(2))
-    resumed = tensors(run(project, "again", *keys, resume=resume) / checkpoint_name(4))
-    assert "param/heads.alignment.weight" in whole
-    assert same(whole, resumed)
+    assert "param/heads.alignment.weight" in require_exact_resume(project, *keys)
     terms = [event["alignment"] for event in project.events("step", "whole")]
     assert all(0.5 < term < 1.5 for term in terms[:3])
     assert terms[3] == 0
@@ -118,8 +115,8 @@ def test_a_divided_cache_trains_on_one_side_and_evaluates_the_other(project: Pro
     replace(manifest, held_out=HeldOut({entry.file: (ids[1],)}, {entry.file: (ids[0],)})).save(folder)
     text = project.data_toml.read_text(encoding="utf-8")
     project.data(text.replace("[[directory]]", "validation = true\n\n[[directory]]", 1))
-    streamed = tensors(run(project, "stream", 'cache_residence="stream"') / checkpoint_name(4))
-    resident = tensors(run(project, "host", 'cache_residence="host"') / checkpoint_name(4))
+    streamed = tensors(run(project, "stream", 'cache_residence="stream"') / LAST)
+    resident = tensors(run(project, "host", 'cache_residence="host"') / LAST)
     assert same(streamed, resident)
     sets = {event["set"]: event for event in project.events("eval", "stream")}
     assert 0 < sets["validation"]["flow"] < 10
@@ -154,11 +151,21 @@ def test_inputs_in_host_memory_train_alike(project: Project, tables: str, monkey
     moved = []
     load = host_inputs._HostInputs._load
     monkeypatch.setattr(host_inputs._HostInputs, "_load", lambda *given: moved.append(given) or load(*given))
-    expected = tensors(run(project, "device", "activation_checkpointing=true") / checkpoint_name(4))
+    expected = tensors(run(project, "device", "activation_checkpointing=true") / LAST)
     assert not moved
-    found = tensors(run(project, "host", 'activation_checkpointing="host"') / checkpoint_name(4))
+    found = tensors(run(project, "host", 'activation_checkpointing="host"') / LAST)
     assert len(moved) >= 8
     assert [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])] == []
+
+
+def require_same_swapped(project: Project, keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare a run with one whose blocks are in host memory, resumed with other blocks there."""
+    whole = tensors(run(project, "whole", *keys) / LAST)
+    needed = poison(monkeypatch)
+    run(project, "swapped", *keys, 'swap_blocks="all"', "max_steps=2")
+    resumed = tensors(run(project, "swapped", *keys, "swap_blocks=3", resume=Resume()) / LAST)
+    assert len(set(needed)) >= 2
+    assert same(whole, resumed)
 
 
 @pytest.mark.parametrize(
@@ -170,12 +177,7 @@ def test_hosted_blocks_train_alike(project: Project, keys: tuple[str, ...], monk
     """Losses, weights, moments and averages, with accumulation and evaluation, resumed."""
     project.train_toml.write_text(project.train_toml.read_text() + LORA)
     keys = ("micro_batch_size_per_gpu=2", "gradient_accumulation_steps=2", *keys)
-    whole = tensors(run(project, "whole", *keys) / checkpoint_name(4))
-    needed = poison(monkeypatch)
-    run(project, "swapped", *keys, 'swap_blocks="all"', "max_steps=2")
-    resumed = tensors(run(project, "swapped", *keys, "swap_blocks=3", resume=Resume()) / checkpoint_name(4))
-    assert len(set(needed)) >= 2
-    assert same(whole, resumed)
+    require_same_swapped(project, keys, monkeypatch)
     assert project.losses("swapped") == project.losses("whole")
     # the last step of the first part is evaluated, too
     evals = [[event for event in project.events("eval", name) if event["step"] == 4] for name in ("whole", "swapped")]
@@ -190,12 +192,7 @@ def test_trained_blocks_in_host_memory_train_alike(
     project: Project, keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Losses, norms, weights, moments, averages, evaluation and exports, resumed with other blocks in host memory."""
-    whole = tensors(run(project, "whole", *keys) / checkpoint_name(4))
-    needed = poison(monkeypatch)
-    run(project, "swapped", *keys, 'swap_blocks="all"', "max_steps=2")
-    resumed = tensors(run(project, "swapped", *keys, "swap_blocks=3", resume=Resume()) / checkpoint_name(4))
-    assert len(set(needed)) >= 2
-    assert same(whole, resumed)
+    require_same_swapped(project, keys, monkeypatch)
     for kind, names in (("step", ("loss", "grad_norm", "param_norm")), ("eval", ("flow", "weights"))):
         logs = []
         for name in ("whole", "swapped"):
@@ -203,7 +200,7 @@ def test_trained_blocks_in_host_memory_train_alike(
             logs.append([[event[key] for key in names] for event in events])
         assert logs[0]
         assert logs[0] == logs[1]
-    exports = [project.folder / name / "exports" / checkpoint_name(4) / "transformer" for name in ("whole", "swapped")]
+    exports = [project.folder / name / "exports" / LAST / "transformer" for name in ("whole", "swapped")]
     files = [sorted(folder.glob("*.safetensors")) for folder in exports]
     assert files[0]
     assert [file.read_bytes() for file in files[0]] == [file.read_bytes() for file in files[1]]
@@ -243,12 +240,9 @@ def test_distillation_trains_and_resumes_exactly(project: Project, tables: str) 
     if "Euler" in (table.diffusers_path / "scheduler" / "scheduler_config.json").read_text():
         steps = 2
         keys += [f"objective.distill.steps={steps}", "objective.distill.teacher_steps=4"]
-    whole = tensors(run(project, "whole", *keys) / checkpoint_name(4))
+    require_exact_resume(project, *keys)
     assert all(event["distill"] > 0 for event in project.events("step", "whole"))
-    run(project, "parts", *keys, "max_steps=2")
-    resumed = tensors(run(project, "parts", *keys, resume=Resume()) / checkpoint_name(4))
-    assert same(whole, resumed)
-    facts = json.loads((project.folder / "whole" / "exports" / checkpoint_name(4) / "sd3_light.json").read_text())
+    facts = json.loads((project.folder / "whole" / "exports" / LAST / "sd3_light.json").read_text())
     stated = facts["sampling"]
     assert stated.get("steps") == steps
     assert (2 <= stated["guidance"] <= 6) if takes_number else not family.sampling.is_guided(stated["guidance"])
@@ -264,13 +258,10 @@ def test_preferences_train_and_resume_exactly(project: Project, tables: str, res
     project.data(project.data_toml.read_text() + 'rejected = "worse"\n')
     project.train_toml.write_text(project.train_toml.read_text() + tables)
     keys = ("objective.dpo.beta=5.0", f'cache_residence="{residence}"')
-    whole = tensors(run(project, "whole", *keys) / checkpoint_name(4))
+    require_exact_resume(project, *keys)
     first = project.events("step", "whole")[0]
     # an adapter's dropout makes the model differ from its teacher
     assert first["dpo"] == pytest.approx(math.log(2), abs=1e-5 if not tables else 0.05)
-    run(project, "parts", *keys, "max_steps=2")
-    resumed = tensors(run(project, "parts", *keys, resume=Resume()) / checkpoint_name(4))
-    assert same(whole, resumed)
 
 
 def test_a_training_adapter_is_in_the_loss_alone(project: Project) -> None:
@@ -285,11 +276,7 @@ def test_a_training_adapter_is_in_the_loss_alone(project: Project) -> None:
     save_file(undo, project.folder / "undo.safetensors")
     project.train_toml.write_text(project.train_toml.read_text() + LORA)
     keys = ("adapter.dropout=0.0", 'model.training_adapter="undo.safetensors"')
-    last = checkpoint_name(4)
-    plain = tensors(run(project, "plain", keys[0]) / last)
-    folder = run(project, "with", *keys)
-    whole = tensors(folder / last)
-    assert project.losses("with")[1] != pytest.approx(project.losses("plain")[1], rel=1e-5)
+    plain = tensors(run(project, "plain", keys[0]) / LAST)
+    whole = require_exact_resume(project, *keys)
+    assert project.losses("whole")[1] != pytest.approx(project.losses("plain")[1], rel=1e-5)
     assert whole.keys() == plain.keys()
-    resumed = tensors(run(project, "again", *keys, resume=Resume(folder / checkpoint_name(2))) / last)
-    assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())

@@ -1,14 +1,13 @@
 """Wan: clips and images of our loop against the stock pipeline, bit for bit; losses; names; refusals."""
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sd3_light.config import ModelConfig, UserError
 from sd3_light.core.batch import Batch
@@ -19,21 +18,18 @@ from sd3_light.export.wan_names import wan_to_comfyui
 from sd3_light.families.base import StockFamily
 from sd3_light.families.stock.inputs import StockInputs
 from sd3_light.sample.generate import frames_of, generate
-from sd3_light.sample.loop import draw_latents, starting_noise
-from tests.stock import model_table, save_stock
+from sd3_light.sample.loop import starting_noise
+from tests.families import TinyFolder
+from tests.stock import model_table, open_stock, save_stock
+from tests.unit.families.test_stock_images import CPU, PROMPTS, SEEDS, STEPS, drawn
 
-CPU = torch.device("cpu")
-LENGTH = 20
-PROMPTS = ["a red fox", "two cats on a mat"]
-SEEDS = [3, 4]
-STEPS = 3
+LENGTH = 80
 SETTINGS = {"text_max_length": LENGTH}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model. Read only."""
-    return save_stock("wan", tmp_path_factory.mktemp("wan") / "model")
+@pytest.fixture
+def folder(stock_folder: TinyFolder) -> Path:
+    return stock_folder("wan")
 
 
 @pytest.fixture
@@ -48,37 +44,13 @@ def model(folder: Path) -> ModelConfig:
     return model_table("wan", folder, **SETTINGS)
 
 
-def opened(folder: Path) -> Any:
-    pipe = diffusers.WanPipeline.from_pretrained(folder, local_files_only=True)
-    pipe.set_progress_bar_config(disable=True)
-    pipe.vae.enable_slicing()
-    return pipe
-
-
-@torch.no_grad()
-def drawn(family: StockFamily, pipe: Any, model: ModelConfig, size: tuple[int, ...], guidance: float) -> Tensor:
-    """Our pixels [B, 3, F, H, W]."""
-    sampling = family.sampling
-    inputs = StockInputs(family, model.diffusers_path, SETTINGS)
-    texts = [inputs.encode(pipe, PROMPTS)]
-    guide = None
-    if sampling.is_guided(guidance):
-        texts.insert(0, [family.encode_empty(pipe, model)] * len(PROMPTS))
-        guide = partial(sampling.guide, guidance=guidance)
-    batches = [sampling.batch(part, model, guidance) for part in texts]
-    noise = starting_noise(SEEDS, sampling.latent_shape(model, size), CPU)
-    denoise = partial(family.denoise, pipe.transformer, guidance=1.0)
-    latents = draw_latents(denoise, sampling.scheduler(model, size, STEPS, CPU), noise, batches, guide)
-    with sampling.decoder(model, CPU) as decoder:
-        return decoder.decode(latents)
-
-
 @pytest.mark.parametrize("frames", [1, 5])
 @pytest.mark.parametrize("guidance", [1.0, 5.0])
 def test_clips_are_those_of_the_stock_pipeline(
     family: StockFamily, folder: Path, model: ModelConfig, frames: int, guidance: float
 ) -> None:
-    pipe = opened(folder)
+    pipe = open_stock(folder)
+    pipe.vae.enable_slicing()
     expected = pipe(
         PROMPTS,
         width=48,
@@ -93,8 +65,9 @@ def test_clips_are_those_of_the_stock_pipeline(
     assert expected.shape == (2, frames, 3, 32, 48)
     assert expected.std() > 1e-3
     size = (48, 32) if frames == 1 else (48, 32, frames)
-    own = drawn(family, pipe, model, size, guidance)
-    assert torch.equal(own.transpose(1, 2), expected)
+    noise = starting_noise(SEEDS, family.sampling.latent_shape(model, size), CPU)
+    own = drawn(family, pipe, folder, guidance, noise)
+    assert torch.equal(own.transpose(1, 2) if frames > 1 else own.unsqueeze(1), expected)
     images = [
         ImageRequest(prompt, seed, 48, 32, "", STEPS, guidance, frames)
         for prompt, seed in zip(PROMPTS, SEEDS, strict=True)
@@ -107,13 +80,13 @@ def test_clips_are_those_of_the_stock_pipeline(
 
 
 def test_texts_losses_and_frames_are_those_of_stock(family: StockFamily, folder: Path, model: ModelConfig) -> None:
-    pipe = opened(folder)
+    pipe = open_stock(folder)
     texts = StockInputs(family, folder, SETTINGS).encode(pipe, [*PROMPTS, ""])
     assert len({len(text["text"]) for text in texts}) > 1
     padded = family.sampling.batch(texts, model, 1.0)["text"]
     options = {"do_classifier_free_guidance": False, "max_sequence_length": LENGTH}
     assert torch.equal(padded, pipe.encode_prompt([*PROMPTS, ""], **options)[0])
-    denoiser = opened(folder).transformer
+    denoiser = open_stock(folder).transformer
     noisy, text, t = torch.randn(2, 4, 2, 4, 6), torch.randn(2, LENGTH, 32), torch.tensor([0.25, 0.5])
     with torch.no_grad():
         own = family.denoise(denoiser, Batch(2, {"noisy": noisy, "t": t, "text": text}), 1.0)
@@ -124,7 +97,7 @@ def test_texts_losses_and_frames_are_those_of_stock(family: StockFamily, folder:
     assert inputs.frames_fault(1) is None
     assert "such as 77 or 81" in str(inputs.frames_fault(80))
     with pytest.raises(UserError, match="such as 5 or 9"):
-        generate(opened(folder), [ImageRequest("a", 0, 48, 32, frames=7)], inputs, 1)
+        generate(open_stock(folder), [ImageRequest("a", 0, 48, 32, frames=7)], inputs, (1, 4.0))
 
 
 def test_latents_have_frames(family: StockFamily, folder: Path, model: ModelConfig) -> None:

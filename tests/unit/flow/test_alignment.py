@@ -76,7 +76,9 @@ def test_tokens_are_compared_with_the_features_of_their_place_if_they_count() ->
 
 @pytest.mark.parametrize("kind", ["conv", "mlp"])
 def test_projectors_map_the_grid(kind: Any) -> None:
-    assert make_projector(kind, 7, 3)(torch.zeros(2, 7, 4, 5)).shape == (2, 3, 4, 5)
+    projector = make_projector(kind, 7, 3)
+    assert projector(torch.zeros(2, 7, 4, 5)).shape == (2, 3, 4, 5)
+    assert isinstance(projector, nn.Conv2d) is (kind == "conv")
 
 
 def test_the_gradient_reaches_tokens_and_projector_until_the_term_ends() -> None:

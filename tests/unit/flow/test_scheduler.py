@@ -13,7 +13,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.families.sd3.sample_texts import TextPolicy
 from sd3_light.flow.scheduler import SAMPLERS, flow_scheduler, use_sampler
 from sd3_light.flow.timesteps import resolution_shift
-from sd3_light.sample.generate import ImageRequest, stream_images
+from sd3_light.sample.generate import ImageRequest, generate
 
 POLICY = TextPolicy(12, "empty", "padded")
 
@@ -60,7 +60,7 @@ def test_dpm_shifts_by_size_as_training_did(pipe: Any, monkeypatch: pytest.Monke
 
     sizes = [(32, 32), (96, 96)]
     monkeypatch.setattr(type(pipe.scheduler), "set_timesteps", spy)
-    list(stream_images(pipe, [ImageRequest("a", 1, *size) for size in sizes], POLICY, 2, exact=True))
+    generate(pipe, [ImageRequest("a", 1, *size) for size in sizes], POLICY, (2, 4.0), exact=True)
     for width, height in sizes:
         shift = resolution_shift(width * height // 64)
         assert seen[round(math.log(shift), 6)] == pytest.approx(shift * 0.4995 / (1 + (shift - 1) * 0.4995), abs=1e-4)

@@ -87,6 +87,15 @@ def test_gradients_pass_through_quantized_layers(bits: int) -> None:
     assert torch.allclose(x.grad, y.grad, rtol=1e-4, atol=1e-4)
 
 
+def test_biases_of_weights_that_are_read_in_half_are_float32() -> None:
+    """The weight keeps the dtype of the file, because it is rounded next."""
+    holder = nn.ModuleList([nn.Linear(64, 32)])
+    values = {name: value.detach().to(torch.bfloat16) for name, value in holder.named_parameters()}
+    quantize_base(holder, 8, read=values.__getitem__)
+    assert holder[0].bias.dtype == torch.float32
+    assert torch.equal(holder[0].bias, values["0.bias"].float())
+
+
 def test_16_bits_change_nothing_and_a_model_without_blocks_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     model = stock()
     assert quantize_base(model, 16) == 0

@@ -105,10 +105,7 @@ def test_icons_on_a_cpu_are_planned_for_an_hour(
     monkeypatch.setattr(check, "cpu_speed", lambda *_: 1e10)
     project = new.run("icons", images, str(DEMO), tmp_path / "cpu")
     train = tomllib.loads(project.train_toml.read_text(encoding="utf-8"))
-    assert (train["model"]["shape"], project.plan.samples_per_step) == (
-        {"num_layers": 4, "num_heads": 4},
-        16,
-    )
+    assert (train["model"]["shape"], project.plan.samples_per_step) == ({"num_layers": 4, "num_heads": 4}, 16)
     assert 100 <= project.steps < 2000, "40 images, and an hour of half a core"
     assert re.match(r"(at most|about) (59 min \d+ s|1 h) of training steps", project.time)
     assert project.steps == check.run(check.load(project.train_toml)).total_steps
@@ -199,6 +196,8 @@ def test_less_memory_releases_gradients_then_narrows_weights(tmp_path: Path, ima
         22: (True, False, False),
         12: (True, True, False),
     }
+    without_gpu = plan_memory(medium, train, KINDS["finetune"], ())
+    assert without_gpu.samples_per_step == KINDS["finetune"].batch > without_gpu.micro_batch
     several = plan_memory(medium, train, KINDS["finetune"], gpu(12) * 2)
     assert not several.release, "several GPUs shard the weights"
 

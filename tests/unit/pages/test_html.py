@@ -18,6 +18,8 @@ from sd3_light.formats import byte_size, duration, language, number, plural, tic
 from sd3_light.pages import Chart, ChartLine, ChartMark, check_output_path, render_template, save_page
 from sd3_light.pages.html import environment
 from sd3_light.report.inspect.histogram import HistogramBin
+from sd3_light.report.inspect.line_sample import LineGroup
+from sd3_light.ui.run_pages import RunControls
 from tests.unit.pages.parsed_page import ParsedPage, assert_self_contained
 
 ROOT = Path(sd3_light.pages.__file__).parent
@@ -51,8 +53,7 @@ def components(text: str) -> dict[str, str]:
     )
     long = SimpleNamespace(**{**vars(sample), "origin": SimpleNamespace(captions=[text * 300], key=text)})
     rejects = [SimpleNamespace(key=text, reason=text, detail=text, image=image, problem=text) for image in (IMAGE, "")]
-    group = SimpleNamespace(reason=text, meaning=text, total=9, shown=rejects)
-    plain_group = SimpleNamespace(reason=text, meaning=text, total=1, shown=rejects[1:])
+    pair = SimpleNamespace(first_image=IMAGE, image="", first=text, key=text)
     bins = [HistogramBin(1, 1, 2), HistogramBin(2, 2, 0)]
     return {
         "bars.html": macro("bars", "bucket_bars")([(text, 8, 8, 3)]) + macro("bars", "reason_bars")([(text, text, 3)]),
@@ -60,14 +61,7 @@ def components(text: str) -> dict[str, str]:
             [Chart(text, [line], text, [ChartMark(0, text)], x_name=text)], text
         )
         + macro("chart", "chart_controls")({text: {"id": text + "'", "rows": []}}),
-        "duplicates.html": macro("duplicates", "duplicate_group")(
-            SimpleNamespace(
-                name=text,
-                meaning=text,
-                total=9,
-                shown=[SimpleNamespace(first_image=IMAGE, image="", first=text, key=text)],
-            )
-        ),
+        "duplicates.html": macro("duplicates", "duplicate_group")(LineGroup(text, 9, [pair]), text),
         "events.html": macro("events", "event_table")([event], [text]),
         "grids.html": macro("grids", "grid_slider")(SimpleNamespace(weights=text, total=3, grids=[grid, grid]))
         + macro("grids", "prompt_list")([text]),
@@ -75,19 +69,11 @@ def components(text: str) -> dict[str, str]:
             SimpleNamespace(title=text, summary=text, unit=text, bins=bins)
         ),
         "notes.html": macro("notes", "note_box")([text]),
-        "reject_card.html": macro("reject_card", "reject_group")(group)
-        + macro("reject_card", "reject_group")(plain_group),
+        "reject_card.html": macro("reject_card", "reject_group")(LineGroup(text, 9, rejects), text)
+        + macro("reject_card", "reject_group")(LineGroup(text, 1, rejects[1:]), text),
         "run_controls.html": "".join(
             macro("run_controls", "run_controls")(
-                SimpleNamespace(
-                    path="/runs/a",
-                    is_running=running,
-                    is_pending=starting,
-                    is_stopping=True,
-                    can_resume=True,
-                    links=[("/", text)],
-                    console=text,
-                )
+                RunControls("/runs/a", running, True, True, [("/", text)], text, starting)
             )
             for running, starting in ((True, False), (False, True), (False, False))
         ),
@@ -112,9 +98,6 @@ def test_the_frame_of_a_page_escapes_text_from_data(text: str) -> None:
     page = ParsedPage(render_template("charts.html", title=text, charts=[]))
     assert_self_contained(page)
     assert page.text.count(text) == 2  # title and heading
-
-
-def test_a_missing_value_is_an_error() -> None:
     with pytest.raises(UndefinedError, match="'charts' is undefined"):
         render_template("charts.html", title="x")
 
@@ -156,13 +139,8 @@ def test_numbers_durations_and_languages() -> None:
         *("0.4 s", "12 s", "8 min 2 s", "2 h 5 min", "3 d 3 h", "1 d")
     ]
     assert [number(value) for value in (0.51234, 12345.6, 1e-4, math.nan)] == ["0.5123", "12,346", "1e-4", "not finite"]
-    assert [byte_size(size) for size in (0, 999, 31_100, 8.9e9, 2e12)] == [
-        "0 B",
-        "999 B",
-        "31.1 kB",
-        "8.9 GB",
-        "2 TB",
-    ]
+    sizes = [byte_size(size) for size in (0, 999, 31_100, 8.9e9, 2e12)]
+    assert sizes == ["0 B", "999 B", "31.1 kB", "8.9 GB", "2 TB"]
     assert [plural(1, "resume"), plural(2, "resume"), plural(8, "process")] == ["1 resume", "2 resumes", "8 processes"]
     assert tick_label(-2.5e9) == "-2.5G"
     languages = [language(text) for text in ("a cat", "一只猫", "これは猫", "고양이", "a 猫", "")]

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedTokenizerBase
 
 from sd3_light.config.faults import UserError
-from sd3_light.evaluate.judge import load_judge, save_judge
+from sd3_light.evaluate.feature_model import load_feature_model, save_feature_model
 from sd3_light.parts.contrastive import CaptionedImages, TextOptions, TextTask, Towers, augment, captioned_images
 from sd3_light.parts.images import Pool
 from sd3_light.parts.sizes import TextSize
-from sd3_light.parts.text_encoders import encode, scale_outputs
+from sd3_light.parts.text_encoders import encode
 from sd3_light.parts.tokenizers import learn_tokenizers
 
 CPU = torch.device("cpu")
@@ -50,8 +50,8 @@ def test_captions_follow_their_images(images: CaptionedImages, pools: list[Pool]
 
 
 def test_the_judge_agrees(task: TextTask, tokenizers: dict[str, PreTrainedTokenizerBase], tmp_path: Path) -> None:
-    save_judge(task.judge(), tokenizers["tokenizer_2"], 32, tmp_path)
-    judge = load_judge(tmp_path, CPU)
+    save_feature_model(task.judge(), tokenizers["tokenizer_2"], 32, tmp_path)
+    judge = load_feature_model(tmp_path, CPU)
     texts = list(task.data.texts[:6])
     expected = task.towers.text_vector(1, task.data.ids[1][:6], task.data.lengths[:6], masked=True)
     assert torch.allclose(judge.text_features(texts), expected, atol=1e-5)
@@ -61,24 +61,9 @@ def test_the_judge_agrees(task: TextTask, tokenizers: dict[str, PreTrainedTokeni
     assert torch.allclose(judge.image_features(images), torch.nn.functional.normalize(features, dim=-1), atol=1e-5)
     assert judge.image_features(np.zeros((2, 40, 48, 3), np.uint8)).shape == (2, 32)
     assert type(AutoModel.from_pretrained(tmp_path)).__name__ == "VisionTextDualEncoderModel"
-
-
-def test_folders_that_are_not_judges_are_refused(
-    task: TextTask, tokenizers: dict[str, PreTrainedTokenizerBase], tmp_path: Path
-) -> None:
-    save_judge(task.judge(), tokenizers["tokenizer_2"], 32, tmp_path)
     (tmp_path / "preprocessor_config.json").write_text("{}")
     with pytest.raises(UserError, match="no size, image_mean and image_std"):
-        load_judge(tmp_path, CPU)
-
-
-def test_outputs_have_unit_scale(task: TextTask) -> None:
-    for model, ids in zip(task.encoders(), task.data.ids, strict=True):
-        scale_outputs(model, *encode(model, ids))
-        tokens, pooled = encode(model, ids)
-        assert tokens.square().mean().sqrt().item() == pytest.approx(1, abs=0.02)
-        if pooled is not None:
-            assert pooled.square().mean().sqrt().item() == pytest.approx(1, abs=0.02)
+        load_feature_model(tmp_path, CPU)
 
 
 # --- hand-computed values ----------------------------------------------------------------------
@@ -268,6 +253,15 @@ def test_temperatures_are_007_to_100(task: TextTask, tokenizers: dict[str, PreTr
     finally:
         scales.copy_(before)
     assert Towers(SIZE, tokenizers, 32, 0).scales.exp().tolist() == pytest.approx([1 / 0.07] * 3)
+
+
+def test_encoders_are_copies_for_use(task: TextTask) -> None:
+    task.towers.train()
+    for model, trained in zip(task.encoders(), task.towers.text, strict=True):
+        assert (trained.training, model.training) == (True, False)
+        pairs = list(zip(model.parameters(), trained.parameters(), strict=True))
+        assert all(torch.equal(copied, weight) for copied, weight in pairs)
+        assert not any(copied is weight for copied, weight in pairs)
 
 
 def pool_of(ids: Sequence[int], held_out: int, height: int, width: int, captions: Sequence[Sequence[str]]) -> Pool:

@@ -1,7 +1,7 @@
 """The loop of a part: resuming, when it ends, and what it refuses."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -13,31 +13,43 @@ from torch import Tensor, nn
 
 from sd3_light.config.faults import Stopped, UserError
 from sd3_light.parts import fit
-from sd3_light.parts.fit import Fit, FitOptions
+from sd3_light.parts.fit import Fit, FitOptions, interrupt_between_layers, saved_identity
 from sd3_light.randomness import stream
 from tests.leftovers import leave
 
 
 class Line:
-    """Fits a line; `scores` are the results of its evaluations."""
+    """Fits a line; `scores` are the results of its evaluations, by default outputs of the model.
+
+    ``before`` is called with the place in a step: forward, backward or evaluate.
+    """
 
     score = "score"
     device = torch.device("cpu")
 
-    def __init__(self, scores: Iterator[float] | None = None, factor: float = 1.0) -> None:
-        self.model = nn.Linear(2, 1)
+    def __init__(
+        self,
+        scores: Iterator[float] | None = None,
+        factor: float = 1.0,
+        before: Callable[[str], None] = lambda place: None,
+    ) -> None:
+        self.model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
         with torch.no_grad():
-            self.model.weight.fill_(0.1)
-            self.model.bias.zero_()
-        self.scores, self.factor = scores or iter(float, 1), factor
+            for number, weight in enumerate(self.model.parameters()):
+                weight.fill_(0.1 * (number + 1))
+        self.scores, self.factor, self.before = scores, factor, before
 
     def loss(self, step: int) -> tuple[Tensor, Mapping[str, Tensor]]:
+        self.before("forward")
         x = torch.from_numpy(stream(0, "line", 0, 0, step).standard_normal((8, 2))).float()
-        loss = self.factor * (self.model(x)[:, 0] - x[:, 0] + 2 * x[:, 1]).square().mean()
+        output = self.model(x)
+        output.register_hook(lambda _: self.before("backward"))
+        loss = self.factor * (output[:, 0] - x[:, 0] + 2 * x[:, 1]).square().mean()
         return loss, {"twice": 2 * loss.detach()}
 
     def evaluate(self) -> dict[str, float]:
-        return {"score": next(self.scores)}
+        self.before("evaluate")
+        return {"score": next(self.scores) if self.scores else self.model(torch.ones(1, 2)).item()}
 
 
 class Slope:
@@ -59,7 +71,7 @@ class Slope:
         return {"score": 0.0}
 
 
-def start(folder: Path, task: Line | Slope | None = None, name: str = "a", **options: float) -> Fit:
+def start(folder: Path, task: Line | Slope | None = None, name: str = "a", **options: Any) -> Fit:
     defaults = {"steps": 20, "lr": 0.05, "evaluate_every": 5, "plateau": 0}
     return Fit("line", task or Line(), FitOptions(**{**defaults, **options}), folder, {"name": name})
 
@@ -83,6 +95,56 @@ def test_resumed_training_has_the_bits_of_an_uninterrupted_one(tmp_path: Path) -
     assert [record["step"] for record in resumed.progress.history] == [5, 10, 15, 20]
 
 
+@pytest.mark.parametrize(("place", "time"), [("forward", 6), ("backward", 6), ("evaluate", 2), ("evaluate", 3)])
+def test_an_interrupted_pass_is_repeated_after_resuming(tmp_path: Path, place: str, time: int) -> None:
+    """The ``time``-th pass of that kind is abandoned; the weights are those of the last complete step."""
+    whole = start(tmp_path / "whole")
+    whole.run(lambda: None)
+    passes: list[str] = []
+    task = Line(before=passes.append)
+    interrupt_between_layers(task.model, lambda: "SIGTERM" if passes.count(place) == time else None)
+    saved = 5 * time if place == "evaluate" else time - 1
+    with pytest.raises(Stopped, match=f"^SIGTERM; line is saved at step {saved}$"):
+        start(tmp_path / "cut", task).run(lambda: None)
+    resumed = start(tmp_path / "cut")
+    assert resumed.progress.step == saved
+    resumed.run(lambda: None)
+    for name, weight in whole.weights.items():
+        assert torch.equal(weight, resumed.weights[name])
+    results = [(record["step"], record["score"]) for record in resumed.progress.history]
+    assert results == [(record["step"], record["score"]) for record in whole.progress.history]
+
+
+def test_a_run_interrupted_in_its_first_step_starts_again(tmp_path: Path) -> None:
+    task = Line()
+    interrupt_between_layers(task.model, lambda: "SIGINT")
+    with pytest.raises(Stopped, match=r"^SIGINT; line has not finished a step$"):
+        start(tmp_path, task).run(lambda: None)
+    assert saved_identity(tmp_path) == {}
+    assert start(tmp_path).run(lambda: None).step == 20
+    assert saved_identity(tmp_path)["name"] == "a"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"steps": 40}, "40 steps take about 10 min; a usable model needs thousands"),
+        ({"steps": None, "minutes": 1.5}, "1.5 minutes are about 6 steps; a usable model needs thousands"),
+        ({"steps": 5000}, "5,000 steps take about 20 h 50 min"),
+    ],
+)
+def test_the_first_step_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: Any, expected: str
+) -> None:
+    places: list[str] = []
+    monkeypatch.setattr(fit.time, "monotonic", lambda: 15.0 * places.count("forward"))
+    run = start(tmp_path, Line(before=places.append), **options)
+    with pytest.raises(Stopped):
+        run.run(lambda: "enough" if run.progress.step == 2 else None)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "on this CPU" in line]
+    assert line.startswith(f"line: on this CPU a step takes about 15 s: {expected}")
+
+
 def test_a_finished_training_is_not_continued(tmp_path: Path) -> None:
     start(tmp_path).run(lambda: None)
     for steps in (20, 30, 10):
@@ -91,29 +153,16 @@ def test_a_finished_training_is_not_continued(tmp_path: Path) -> None:
         assert again.run(lambda: None).step == 20
 
 
-def test_other_options_are_refused(tmp_path: Path) -> None:
+def test_other_options_and_a_damaged_state_are_refused(tmp_path: Path) -> None:
     stop_at(start(tmp_path), 3)
     with pytest.raises(UserError, match="was started with name = 'a', now it is 'b'"):
         start(tmp_path, name="b")
     with pytest.raises(UserError, match=r"lr = 0\.05"):
         start(tmp_path, lr=0.1)
-
-
-def test_time_decides_the_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = count()
-    monkeypatch.setattr(fit.time, "monotonic", lambda: float(next(clock)))
-    run = start(tmp_path, steps=None, minutes=1, evaluate_every=1000)
-    state = run.run(lambda: None)
-    assert state.end == state.step
-    # 48 of 60 seconds at the full rate; the clock ticks several times per step
-    assert 60 * 0.9 < state.seconds < 60 * 1.2
-    assert run.rate(round(0.8 * state.step) - 1) == 0.05
-
-
-def test_a_plateau_ends_the_training(tmp_path: Path) -> None:
-    scores = iter([1.0, 2.0, 3.0, 3.01, 3.02, 3.0, *[9.0] * 50])
-    state = start(tmp_path, Line(scores), steps=None, plateau=3, min_gain=0.05).run(lambda: None)
-    assert state.end == state.step == 38  # 30 steps, and a fifth of the whole to decay
+    path = tmp_path / fit.STATE_FILE
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(UserError, match="not a complete safetensors file"):
+        start(tmp_path)
 
 
 def test_a_loss_that_is_not_finite_is_reported(tmp_path: Path) -> None:
@@ -121,18 +170,11 @@ def test_a_loss_that_is_not_finite_is_reported(tmp_path: Path) -> None:
         start(tmp_path, Line(factor=float("nan"))).run(lambda: None)
 
 
-def test_a_damaged_state_is_reported(tmp_path: Path) -> None:
-    stop_at(start(tmp_path), 3)
-    path = tmp_path / fit.STATE_FILE
-    path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(UserError, match="not a complete safetensors file"):
-        start(tmp_path)
-
-
-def test_what_a_killed_training_left_is_removed(tmp_path: Path) -> None:
+def test_what_a_killed_training_left_is_removed_and_the_last_step_evaluated(tmp_path: Path) -> None:
     leftover = leave(tmp_path / fit.STATE_FILE)
-    start(tmp_path).run(lambda: None)
+    state = start(tmp_path, steps=12, evaluate_every=5).run(lambda: None)
     assert not leftover.exists()
+    assert [record["step"] for record in state.history] == [5, 10, 12]
 
 
 # --- hand-computed values ----------------------------------------------------------------------
@@ -161,17 +203,13 @@ def test_two_steps_of_the_optimizer(tmp_path: Path) -> None:
 
 def test_frozen_weights_are_neither_trained_nor_saved(tmp_path: Path) -> None:
     task = Line()
-    task.model.bias.requires_grad_(False)
+    frozen = task.model[1].requires_grad_(False)
+    before = frozen.weight.clone()
     run = start(tmp_path, task)
     run.run(lambda: None)
-    assert list(run.weights) == ["weight"]
-    assert task.model.bias.item() == 0
-    assert not any("bias" in name for name in load_file(tmp_path / fit.STATE_FILE))
-
-
-def test_the_last_step_is_evaluated(tmp_path: Path) -> None:
-    state = start(tmp_path, steps=12, evaluate_every=5).run(lambda: None)
-    assert [record["step"] for record in state.history] == [5, 10, 12]
+    assert list(run.weights) == ["0.weight", "0.bias"]
+    assert torch.equal(frozen.weight, before)
+    assert not any(".1." in name for name in load_file(tmp_path / fit.STATE_FILE))
 
 
 @pytest.mark.parametrize(
@@ -208,13 +246,15 @@ def test_the_rate_warms_up_and_decays_at_last(tmp_path: Path, total: Any, warmup
 
 
 def test_minutes_count_over_all_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock ticks a second whenever it is read: 60 s in all, with the time of both runs."""
+    """The clock ticks a second whenever it is read: 60 s in all, with the time of both runs, 48 at the full rate."""
     clock = count()
     monkeypatch.setattr(fit.time, "monotonic", lambda: float(next(clock)))
     stop_at(start(tmp_path, steps=None, minutes=1, evaluate_every=1000), 8)
     assert next(clock) > 15
-    state = start(tmp_path, steps=None, minutes=1, evaluate_every=1000).run(lambda: None)
-    assert state.step > 8
+    run = start(tmp_path, steps=None, minutes=1, evaluate_every=1000)
+    state = run.run(lambda: None)
+    assert 8 < state.step == state.end
+    assert run.rate(round(0.8 * state.step) - 1) == 0.05
     assert 60 * 0.9 < state.seconds < 60 * 1.2
     assert next(clock) < 60 * 1.5, "not twice the time"
 
@@ -232,13 +272,9 @@ def test_the_state_is_saved_every_minute(tmp_path: Path, monkeypatch: pytest.Mon
     assert times[-1] is True, "before the last step"
 
 
-def test_fewer_steps_than_were_taken_end_the_training(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("steps", "end"), [(25, 25), (5, 11)])
+def test_more_steps_continue_a_training_and_fewer_than_were_taken_end_it(tmp_path: Path, steps: int, end: int) -> None:
     stop_at(start(tmp_path), 11)
-    shorter = start(tmp_path, steps=5)
-    assert (shorter.progress.end, shorter.progress.step) == (11, 11)
-    assert shorter.run(lambda: None).step == 11
-
-
-def test_more_steps_continue_a_training(tmp_path: Path) -> None:
-    stop_at(start(tmp_path), 11)
-    assert start(tmp_path, steps=25).run(lambda: None).step == 25
+    again = start(tmp_path, steps=steps)
+    assert (again.progress.end, again.progress.step) == (end, 11)
+    assert again.run(lambda: None).step == end

@@ -33,21 +33,16 @@ def test_images_are_loaded_in_their_own_order_up_to_a_limit(pools: list[Pool], d
     assert pool.ids == pools[0].ids[: len(pool.ids)]
 
 
-def test_several_sizes_and_a_broken_image(data_toml: Path, tmp_path: Path) -> None:
+def test_several_sizes_a_broken_image_and_no_image(data_toml: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(data_toml.parent, tmp_path / "data"))
     (folder / "images" / "000000.png").write_bytes(b"not an image")
     (folder / "data.toml").write_text('size_buckets = [[32, 32], [48, 32]]\n[[directory]]\npath = "images"\n')
     pools = load(folder / "data.toml", tmp_path / "work")
     assert [pool.size for pool in pools] == [(32, 32), (32, 48)]
     assert sum(len(pool.ids) for pool in pools) == 63
-
-
-def test_no_image_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "images").mkdir()
-    (tmp_path / "images" / "captions.json").write_text(json.dumps({}))
-    (tmp_path / "data.toml").write_text('resolutions = [32]\n[[directory]]\npath = "images"\n')
+    (folder / "images" / "captions.json").write_text(json.dumps({}))
     with pytest.raises(UserError, match="no usable image"):
-        load(tmp_path / "data.toml", tmp_path / "work")
+        load(folder / "data.toml", tmp_path / "none")
 
 
 def test_batches_are_functions_of_the_step_and_skip_held_out_images(pools: list[Pool]) -> None:

@@ -1,4 +1,4 @@
-"""The parts stage: a complete folder from images alone, and what it refuses."""
+"""The parts verb: a complete folder from images alone, and what it refuses."""
 
 import json
 import re
@@ -19,9 +19,9 @@ from sd3_light.assets import DEMO
 from sd3_light.cli import app
 from sd3_light.config import load_images
 from sd3_light.config.faults import ConfigFaults, Stopped, UserError
-from sd3_light.evaluate.judge import shares_captions
+from sd3_light.evaluate.feature_model import shares_captions
 from sd3_light.model.folder import check_configs, missing_parts
-from sd3_light.parts import verb as stage
+from sd3_light.parts import verb
 from sd3_light.parts.contrastive import TextOptions, TextTask
 from sd3_light.parts.fit import FitOptions
 from sd3_light.parts.images import load_pools
@@ -35,8 +35,8 @@ from sd3_light.world import write_dataset
 def small() -> Iterator[None]:
     """Replace the smallest sizes by smaller ones."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(stage.VAE_SIZES, "tiny", VaeSize((8, 8, 8, 8), 1, 4))
-        patch.setitem(stage.TEXT_SIZES, "tiny", TextSize(32, 32, 64, 2, (8, 8, 16, 16), (1, 1, 1, 1)))
+        patch.setitem(verb.VAE_SIZES, "tiny", VaeSize((8, 8, 8, 8), 1, 4))
+        patch.setitem(verb.TEXT_SIZES, "tiny", TextSize(32, 32, 64, 2, (8, 8, 16, 16), (1, 1, 1, 1)))
         yield
 
 
@@ -61,7 +61,7 @@ def options(**more: Any) -> PartsOptions:
 @pytest.fixture(scope="module")
 def built(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("parts") / "out"
-    assert stage.run(data, out, options()).trained == ("vae", "text")
+    assert verb.run(data, out, options()).trained == ("vae", "text")
     return out
 
 
@@ -83,24 +83,14 @@ def test_the_folder_is_complete_and_the_stock_pipeline_loads_it(built: Path) -> 
     assert pooled.shape == (1, 64)
     latents = pipe.vae.encode(torch.zeros(1, 3, 32, 32)).latent_dist.mean
     assert latents.shape == (1, 16, 4, 4)
-    with pytest.raises(UserError, match="--only judge trains a separate judge; give the share"):
-        stage.check_options(options(only="judge"))
-    with pytest.raises(UserError, match="--random-text trains on no captions; leave out --judge-share"):
-        stage.check_options(options(random_text=True, judge_share=0.5))
-
-
-def test_a_second_run_changes_nothing(built: Path, data: Path) -> None:
-    before = {path: path.stat().st_mtime_ns for path in built.rglob("*") if path.is_file()}
-    assert stage.run(data, built, options()).trained == ()
-    assert {path: path.stat().st_mtime_ns for path in built.rglob("*") if path.is_file()} == before
 
 
 def test_an_interrupted_run_continues_to_the_same_bytes(built: Path, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     for only in ("vae", "text"):
         with pytest.raises(Stopped, match="stop-after"):
-            stage.run(data, out, options(only=only, stop_after=1e-9))
-        stage.run(data, out, options(only=only))
+            verb.run(data, out, options(only=only, stop_after=1e-9))
+        verb.run(data, out, options(only=only))
     for file in (*built.rglob("*.safetensors"), *built.glob("tokenizer*/*.json")):
         relative = file.relative_to(built)
         if relative.parts[0] != "training":
@@ -114,17 +104,17 @@ def test_a_separate_judge_shares_no_caption_with_the_encoders(
     captions: dict[str, set[str]] = {}
     seeds: dict[str, int] = {}
 
-    def note(self: stage._Stage, title: str, task: TextTask, *rest: Any) -> dict[str, Any]:
+    def note(self: verb._PartsRun, title: str, task: TextTask, *rest: Any) -> dict[str, Any]:
         start = int(task.data.first[task.data.held_out])
         captions[title] = set(task.data.texts[start:])
         seeds[title] = task.options.seed
         return train(self, title, task, *rest)
 
-    train = stage._Stage._train_towers
-    monkeypatch.setattr(stage._Stage, "_train_towers", note)
+    train = verb._PartsRun._train_towers
+    monkeypatch.setattr(verb._PartsRun, "_train_towers", note)
     apart = {"judge_share": 0.4, "judge_fit": FitOptions(steps=4, evaluate_every=2)}
     out = tmp_path / "out"
-    assert stage.run(data, out, options(**apart)).trained == ("vae", "text", "judge")
+    assert verb.run(data, out, options(**apart)).trained == ("vae", "text", "judge")
     assert captions["text"]
     assert captions["judge"]
     first = {texts[0] for texts in all_captions(data)}
@@ -138,14 +128,14 @@ def test_a_separate_judge_shares_no_caption_with_the_encoders(
     weights = load_file(out / "judge" / "model.safetensors")
     name = "text_model.encoder.layers.0.mlp.fc1.weight"
     assert not torch.equal(encoder[name], weights[name])
-    assert stage.run(data, out, options(**apart)).trained == ()
+    assert verb.run(data, out, options(**apart)).trained == ()
     again = tmp_path / "again"
     for only in ("vae", "text"):
-        stage.run(data, again, options(only=only, **apart))
+        verb.run(data, again, options(only=only, **apart))
     assert not (again / "judge").exists()
     with pytest.raises(Stopped, match="stop-after"):
-        stage.run(data, again, options(only="judge", stop_after=1e-9, **apart))
-    assert stage.run(data, again, options(only="judge", **apart)).missing == ()
+        verb.run(data, again, options(only="judge", stop_after=1e-9, **apart))
+    assert verb.run(data, again, options(only="judge", **apart)).missing == ()
     assert (again / "judge" / "model.safetensors").read_bytes() == (out / "judge" / "model.safetensors").read_bytes()
 
 
@@ -166,7 +156,7 @@ def handlers() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("handlers")
-@pytest.mark.parametrize(("only", "task"), [("vae", stage.VaeTask), ("text", stage.TextTask)])
+@pytest.mark.parametrize(("only", "task"), [("vae", verb.VaeTask), ("text", verb.TextTask)])
 def test_a_signal_stops_inside_a_step(
     only: Any, task: Any, built: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,8 +171,8 @@ def test_a_signal_stops_inside_a_step(
     with monkeypatch.context() as patch:
         patch.setattr(task, "loss", signalled)
         with pytest.raises(Stopped, match=f"^SIGTERM; {only} is saved at step 2$"):
-            stage.run(data, tmp_path / "out", options(only=only))
-    stage.run(data, tmp_path / "out", options(only=only))
+            verb.run(data, tmp_path / "out", options(only=only))
+    verb.run(data, tmp_path / "out", options(only=only))
     for file in (built / ("vae" if only == "vae" else "text_encoder_3")).glob("*.safetensors"):
         assert (tmp_path / "out" / file.relative_to(built)).read_bytes() == file.read_bytes()
 
@@ -191,10 +181,10 @@ def test_a_signal_stops_inside_a_step(
 @pytest.mark.parametrize("place", ["load_pools", "channel_statistics"])
 def test_a_signal_stops_it_at_once(place: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(stage, place, lambda *_: signal.raise_signal(signal.SIGTERM))
+        patch.setattr(verb, place, lambda *_: signal.raise_signal(signal.SIGTERM))
         with pytest.raises(Stopped, match=r"^SIGTERM; no part is in training, and what is finished is kept$"):
-            stage.run(data, tmp_path / "out", options(only="vae"))
-    assert stage.run(data, tmp_path / "out", options(only="vae")).trained == ("vae",)
+            verb.run(data, tmp_path / "out", options(only="vae"))
+    assert verb.run(data, tmp_path / "out", options(only="vae")).trained == ("vae",)
 
 
 def test_the_batch_fits_the_device_unless_the_run_has_another(data: Path, tmp_path: Path) -> None:
@@ -202,39 +192,39 @@ def test_the_batch_fits_the_device_unless_the_run_has_another(data: Path, tmp_pa
         out = tmp_path / name
         for only, expected in (("vae", (128, 3)), ("text", (64, 5))):
             with pytest.raises(Stopped):
-                stage.run(
+                verb.run(
                     data,
                     out,
                     options(only=only, stop_after=1e-9, **{"vae": VaeOptions(), "text": TextOptions(), **batches}),
                 )
-            assert stage.saved_identity(out / "training" / only)["batch"] == expected[name == "b"]
-            stage.run(data, out, options(only=only, vae=VaeOptions(), text=TextOptions()))
+            assert verb.saved_identity(out / "training" / only)["batch"] == expected[name == "b"]
+            verb.run(data, out, options(only=only, vae=VaeOptions(), text=TextOptions()))
 
 
 def test_continuing_from_a_vae(built: Path, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    stage.run(data, out, options(only="vae", init=built, channels=4))
+    verb.run(data, out, options(only="vae", init=built, channels=4))
     assert json.loads((out / "vae" / "config.json").read_text())["latent_channels"] == 16
     assert not (out / "text_encoder").exists()
 
 
 def test_random_text_encoders(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    stage.run(data, out, options(only="text", random_text=True))
+    verb.run(data, out, options(only="text", random_text=True))
     assert (out / "text_encoder_3" / "model.safetensors").is_file()
     assert not (out / "judge").exists()
     shutil.copytree(DEMO / "vae", out / "vae")  # from elsewhere, with another note
-    assert stage.run(data, out, options()) == stage.PartsResult((), (), load_images(data))
+    assert verb.run(data, out, options()) == verb.PartsResult((), (), load_images(data))
 
 
 def test_other_images_are_refused(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(Stopped):
-        stage.run(data, out, options(only="vae", stop_after=1e-9))
+        verb.run(data, out, options(only="vae", stop_after=1e-9))
     changed = Path(shutil.copytree(data.parent, tmp_path / "changed")) / "data.toml"
     (changed.parent / "images" / "000001.png").unlink()
     with pytest.raises(UserError, match="was started with images"):
-        stage.run(changed, out, options(only="vae"))
+        verb.run(changed, out, options(only="vae"))
 
 
 @pytest.mark.parametrize("only", ["vae", "text"])
@@ -242,20 +232,16 @@ def test_too_few_images_to_hold_one_out_are_refused(tmp_path: Path, only: str) -
     """Without a held-out image the VAE would report 100 dB, and the text encoders have nothing to find."""
     write_dataset(tmp_path / "images", 3, seed=2)
     with pytest.raises(UserError, match=r"3 images are too few: none is held out.*; give at least 4 of one size"):
-        stage.run(tmp_path / "images", tmp_path / "out", options(only=only))
-    stage.run(tmp_path / "images", tmp_path / "random", options(only="text", random_text=True))
+        verb.run(tmp_path / "images", tmp_path / "out", options(only=only))
+    verb.run(tmp_path / "images", tmp_path / "random", options(only="text", random_text=True))
 
 
-def test_a_folder_with_other_files_is_refused(data: Path, tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match="already exists"):
-        stage.run(data, tmp_path, options())
-
-
-def test_a_train_toml_is_refused(tmp_path: Path) -> None:
+def test_a_folder_with_other_files_and_a_train_toml_are_refused(data: Path, tmp_path: Path) -> None:
     (tmp_path / "train.toml").write_text('output_dir = "run"\ndataset = "data.toml"\n')
+    with pytest.raises(UserError, match="already exists"):
+        verb.run(data, tmp_path, options())
     with pytest.raises(ConfigFaults, match="not a dataset TOML"):
-        stage.run(tmp_path / "train.toml", tmp_path / "out", options())
+        verb.run(tmp_path / "train.toml", tmp_path / "out", options())
     assert not (tmp_path / "out").exists()
 
 
@@ -265,11 +251,13 @@ def test_a_train_toml_is_refused(tmp_path: Path) -> None:
         ({"vae_size": "huge"}, "--vae-size: unknown size 'huge'; give one of tiny, small, medium"),
         ({"only": "t5"}, "--only: unknown part 't5'"),
         ({"vae": VaeOptions(decoder_only=True)}, "--decoder-only keeps an existing encoder"),
+        ({"only": "judge"}, "--only judge trains a separate judge; give the share"),
+        ({"random_text": True, "judge_share": 0.5}, "--random-text trains on no captions; leave out --judge-share"),
     ],
 )
 def test_contradicting_options(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        stage.check_options(options(**wrong))
+        verb.check_options(options(**wrong))
 
 
 SIZES = ("--vae-size", "tiny", "--text-size", "tiny", "--vae-batch", "4", "--text-batch", "8", "--workers", "0")
@@ -305,13 +293,17 @@ def test_a_folder_of_captioned_images(data: Path, tmp_path: Path, monkeypatch: p
     assert re.search(r"warning: the VAE reconstructs held-out images with \S+ dB, below 20 dB", text)
     assert "next: sd3-light new icons --data images --model parts" in text
     assert 'train_type = "sd3_light_pretrain"' in text
-    (pixels, *_) = stage.load_pools(load_images(images), tmp_path, 4, 0)
+    (pixels, *_) = verb.load_pools(load_images(images), tmp_path, 4, 0)
     assert pixels.size == (128, 128)
 
 
-def test_the_next_command_fits_the_dataset(built: Path, data: Path, tmp_path: Path) -> None:
+def test_a_second_run_changes_nothing_and_the_next_command_fits_the_dataset(
+    built: Path, data: Path, tmp_path: Path
+) -> None:
+    before = {path: path.stat().st_mtime_ns for path in built.rglob("*") if path.is_file()}
     code, text = command(data, built, *SMALL, "--vae-minutes", "9")
     assert code == 0
+    assert {path: path.stat().st_mtime_ns for path in built.rglob("*") if path.is_file()} == before
     assert "wrote" not in text
     assert f"{built} is complete: nothing was trained" in text
     assert f"sd3-light parts {data} NEW --init {built}" in text

@@ -89,23 +89,17 @@ def test_t5_attends_to_real_tokens_only_if_lengths_are_given(encoders: Encoders,
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("index", [0, 1])
-def test_clip_outputs_are_scaled_whole_and_pooled_by_channel(encoders: Encoders, ids: torch.Tensor, index: int) -> None:
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_clips_tokens_are_scaled_whole_and_other_outputs_by_channel(
+    encoders: Encoders, ids: torch.Tensor, index: int
+) -> None:
     model = encoders[index]
     tokens, pooled = encode(model, ids)
-    assert pooled is not None
     scale_outputs(model, tokens, pooled)
     scaled, scaled_pooled = encode(model, ids)
-    assert scaled_pooled is not None
-    assert torch.allclose(scaled, tokens / tokens.square().mean().sqrt(), atol=1e-3)
-    assert torch.allclose(scaled_pooled, pooled / pooled.square().mean(0).sqrt(), atol=1e-3)
-
-
-@torch.no_grad()
-def test_t5_outputs_are_scaled_by_channel(encoders: Encoders, ids: torch.Tensor) -> None:
-    model = encoders[2]
-    tokens, pooled = encode(model, ids)
-    scale_outputs(model, tokens, pooled)
-    scaled, _ = encode(model, ids)
-    assert torch.allclose(scaled, tokens / tokens.square().mean((0, 1)).sqrt(), atol=1e-4)
-    assert torch.allclose(scaled.square().mean((0, 1)), torch.ones(256), atol=1e-4)
+    scale = tokens.square().mean((0, 1) if pooled is None else (0, 1, 2)).sqrt()
+    assert torch.allclose(scaled, tokens / scale, atol=1e-3)
+    assert torch.allclose(scaled.square().mean(), torch.ones(()), atol=1e-3)
+    assert (pooled is None) == (scaled_pooled is None) == (index == 2)
+    if pooled is not None:
+        assert torch.allclose(scaled_pooled, pooled / pooled.square().mean(0).sqrt(), atol=1e-3)

@@ -20,8 +20,8 @@ from sd3_light.parts.tokenizers import (
     save_tokenizers,
 )
 from sd3_light.randomness import stream
-from sd3_light.world.hard.captions import ZH_HARD_WORDS, hard_captions
-from sd3_light.world.hard.scene import draw_hard_scene
+from sd3_light.world import draw_scene, scene_captions
+from sd3_light.world.captions import ZH_WORDS
 
 ODD = ("It's a TEST: café,  3d style!", "熊猫，立体风格 (两只)", "mañana 😀", "")
 
@@ -69,19 +69,19 @@ def test_captions_are_not_cut_and_return(tokenizers: dict[str, PreTrainedTokeniz
 def test_listed_words_are_tokens_and_others_are_split() -> None:
     rng = stream(1, "test-words", 0, 0, 0)
     known, new = (
-        [text for _ in range(300) for text in hard_captions(draw_hard_scene(rng, held_out)).values()]
+        [text for _ in range(300) for text in scene_captions(draw_scene(rng, held_out)).values()]
         for held_out in (False, True)
     )
-    tokenizers = learn_tokenizers(known, 8192, ZH_HARD_WORDS)
-    word = re.compile("|".join((*sorted(ZH_HARD_WORDS, key=len, reverse=True), "[a-z]+", r"\S")))
+    tokenizers = learn_tokenizers(known, 8192, ZH_WORDS)
+    word = re.compile("|".join((*sorted(ZH_WORDS, key=len, reverse=True), "[a-z]+", r"\S")))
     for text in new:
         words = len(word.findall(text))
         assert longest(tokenizers["tokenizer"], [text]) == words + 2, text
         space = not text.isascii()  # T5 has a piece for the space before Chinese
         assert longest(tokenizers["tokenizer_3"], [text]) == words + 1 + space, text
-    assert tokenizers["tokenizer"].model_max_length == 24, "as benchmarks/common/world.py expects"
-    assert len(tokenizers["tokenizer"]("红条色").input_ids) == 3 + 2
-    assert len(tokenizers["tokenizer_3"]("红条色").input_ids) == 1 + 3 + 1
+    assert tokenizers["tokenizer"].model_max_length == 16, "as benchmarks/common/world.py expects"
+    assert len(tokenizers["tokenizer"]("红圆色").input_ids) == 3 + 2
+    assert len(tokenizers["tokenizer_3"]("红圆色").input_ids) == 1 + 3 + 1
 
 
 def test_learning_is_deterministic_and_limited(captions: list[str]) -> None:
@@ -91,7 +91,7 @@ def test_learning_is_deterministic_and_limited(captions: list[str]) -> None:
         assert len(tokenizer) <= 700
     size = len(learn_tokenizers(captions, 8192)["tokenizer"])
     for vocabulary in (600, size - 20, size):
-        tokenizer = learn_tokenizers(captions, vocabulary, ZH_HARD_WORDS)["tokenizer"]
+        tokenizer = learn_tokenizers(captions, vocabulary, ZH_WORDS)["tokenizer"]
         assert len(tokenizer) <= vocabulary
         assert tokenizer.decode(tokenizer("红色圆形").input_ids, skip_special_tokens=True) == "红色圆形"
 

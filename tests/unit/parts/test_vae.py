@@ -19,7 +19,7 @@ from sd3_light.parts import vae as vae_module
 from sd3_light.parts.discriminator import Discriminator
 from sd3_light.parts.fit import Fit, FitOptions
 from sd3_light.parts.images import Pool, take
-from sd3_light.parts.sizes import VaeSize
+from sd3_light.parts.sizes import VAE_SIZES, VaeSize
 from sd3_light.parts.vae import (
     Reconstruction,
     VaeOptions,
@@ -27,6 +27,7 @@ from sd3_light.parts.vae import (
     build_vae,
     channel_statistics,
     decode,
+    default_batch,
     encode,
     fold_into_decoder,
     fold_into_encoder,
@@ -63,11 +64,8 @@ def trained(pools: list[Pool], tmp_path_factory: pytest.TempPathFactory) -> tupl
     return task, run, folder
 
 
-def test_a_grid_shows_the_reconstructions(trained: tuple[VaeTask, Fit, Path]) -> None:
-    assert (trained[2] / "grid.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_latents_have_mean_0_and_deviation_1(trained: tuple[VaeTask, Fit, Path], pools: list[Pool]) -> None:
+    assert (trained[2] / "grid.png").read_bytes().startswith(b"\x89PNG")
     vae = trained[0].finished()
     mean, std = channel_statistics(vae, pools, CPU)
     scale, shift = vae.config.scaling_factor, vae.config.shift_factor
@@ -199,12 +197,10 @@ def test_poses_are_functions_of_the_step_and_reach_the_encoder(pools: list[Pool]
 
 
 def test_a_vae_of_other_images_is_refused(tmp_path: Path) -> None:
-    AutoencoderKL.from_config({**build_vae(SIZE, 16, 0).config, "in_channels": 1}).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="not a VAE of RGB images"):
-        open_vae(tmp_path)
-    AutoencoderKL.from_config({**build_vae(SIZE, 16, 0).config, "out_channels": 4}).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="not a VAE of RGB images"):
-        open_vae(tmp_path)
+    for channels in ({"in_channels": 1}, {"out_channels": 4}):
+        AutoencoderKL.from_config({**build_vae(SIZE, 16, 0).config, **channels}).save_pretrained(tmp_path)
+        with pytest.raises(UserError, match="not a VAE of RGB images"):
+            open_vae(tmp_path)
     with pytest.raises(UserError, match="cannot be read"):
         open_vae(tmp_path / "missing")
 
@@ -220,6 +216,22 @@ def pool_of(pixels: Any, held_out: int = 0) -> Pool:
 
 def grey(value: int, count: int, height: int = 1, width: int = 1) -> np.ndarray:
     return np.full((count, height, width, 3), value)
+
+
+@pytest.mark.parametrize(
+    ("size", "sides", "expected"),
+    [("tiny", [64], 16), ("tiny", [128], 4), ("tiny", [16, 64], 16), ("small", [128], 2), ("medium", [512], 2)],
+)
+def test_the_batch_fits_the_cpu(size: str, sides: list[int], expected: int) -> None:
+    vae, pools = build_vae(VAE_SIZES[size], 16, 0), [pool_of(grey(0, 4, side, side)) for side in sides]
+    assert default_batch(vae, pools, CPU) == expected
+    assert default_batch(vae, pools, torch.device("cuda")) == 128, "that of GPUs is another choice"
+
+
+def test_a_batch_of_the_options_is_used_as_it_is() -> None:
+    pools = [pool_of(grey(0, 4, 32, 32))]
+    assert VaeTask(build_vae(SIZE, 16, 0), pools, CPU, VaeOptions(batch=77)).batch == 77
+    assert VaeTask(build_vae(VaeSize((8, 8), 1, 4), 16, 0), pools, CPU, VaeOptions()).options.batch == 128
 
 
 def plain_vae(encoder: Any, decoder: Any = None) -> Any:

@@ -19,22 +19,10 @@ def entry(number: int, count: int, bucket: str = "64x64") -> ShardEntry:
     return ShardEntry(f"{number:05d}.safetensors", bucket, (64, 64), "a#0", count, 0, "", "")
 
 
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [
-        ("", 0),
-        ("  ", 0),
-        ("a red circle", 3),
-        ("it's a well-known one, isn’t it?", 6),
-        ("一只红色的圆", 6),
-        ("红色circle在左边", 6),
-        ("ねこ", 2),
-        ("고양이 한 마리", 3),
-        ("1girl, solo, blue_eyes", 3),
-    ],
-)
-def test_words_are_counted_in_scripts_with_and_without_spaces(text: str, count: int) -> None:
-    assert num_words(text) == count
+def test_words_are_counted_in_scripts_with_and_without_spaces() -> None:
+    counts = {"": 0, "  ": 0, "a red circle": 3, "it's a well-known one, isn’t it?": 6, "1girl, solo, blue_eyes": 3}
+    counts |= {"一只红色的圆": 6, "红色circle在左边": 6, "ねこ": 2, "고양이 한 마리": 3}
+    assert {text: num_words(text) for text in counts} == counts
 
 
 def test_lengths_buckets_keys_and_texts_are_short_and_sorted() -> None:
@@ -100,7 +88,8 @@ def test_all_rejects_are_counted_and_every_reason_is_shown(tmp_path: Path) -> No
     lines = (json.dumps({"key": f"a#0/{at}", "reason": reason}) for at, reason in enumerate(reasons))
     (tmp_path / "rejects.jsonl").write_text("\n".join(lines) + "\n")
     summary = read_rejects(tmp_path, {}, seed=0, most=60)
-    assert summary.counts == {"truncated": 5000, "no_caption": 3, "too_large": 40}
+    totals = {group.name: group.total for group in summary.groups}
+    assert totals == {"truncated": 5000, "no_caption": 3, "too_large": 40}
     assert Counter(reject.reason for reject in summary.shown) == {"no_caption": 3, "too_large": 28, "truncated": 29}
     assert len({reject.key for reject in summary.shown}) == 60
     # a random choice, not the first ones

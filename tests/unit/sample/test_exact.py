@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ REQUESTS = [
     ImageRequest("a small red circle", 6, 48, 32),
 ]
 STEPS = 3
+DRAWING = (STEPS, 4.0)
 
 
 def pixels(images: Any) -> list[bytes]:
@@ -48,9 +50,9 @@ def test_batch_and_split_do_not_change_images(pipe: Any, text_tokens: Any, uncon
     policy, before = TextPolicy(12, uncond, text_tokens), pipe.scheduler
     use_sampler(pipe, sampler)
     try:
-        alone = [pixels(generate(pipe, [request], policy, STEPS, exact=True))[0] for request in REQUESTS]
-        together = generate(pipe, REQUESTS, policy, STEPS, batch_size=4, exact=True)
-        halves = [generate(pipe, REQUESTS[start::2], policy, STEPS, batch_size=1, exact=True) for start in (0, 1)]
+        alone = [pixels(generate(pipe, [request], policy, DRAWING, exact=True))[0] for request in REQUESTS]
+        together = generate(pipe, REQUESTS, policy, DRAWING, batch_size=4, exact=True)
+        halves = [generate(pipe, REQUESTS[start::2], policy, DRAWING, batch_size=1, exact=True) for start in (0, 1)]
     finally:
         pipe.scheduler = before
     assert pixels(together) == alone
@@ -61,8 +63,8 @@ def test_batch_and_split_do_not_change_images(pipe: Any, text_tokens: Any, uncon
 def test_an_exact_image_equals_a_batch_of_one(pipe: Any) -> None:
     """Which test_generate compares with the stock call."""
     policy = TextPolicy(12, "empty", "padded")
-    assert pixels(generate(pipe, REQUESTS, policy, STEPS, exact=True)) == pixels(
-        generate(pipe, REQUESTS, policy, STEPS, batch_size=1)
+    assert pixels(generate(pipe, REQUESTS, policy, DRAWING, exact=True)) == pixels(
+        generate(pipe, REQUESTS, policy, DRAWING, batch_size=1)
     )
     own_pipe = module._copy_pipeline(pipe)
     assert own_pipe.transformer is pipe.transformer
@@ -88,12 +90,13 @@ def test_torch_threads_are_set_and_restored(pipe: Any) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "run_pipeline", spy)
             torch.set_num_threads(3)
-            assert pixels(generate(pipe, REQUESTS[:4], policy, STEPS, exact=True))
+            assert pixels(generate(pipe, REQUESTS[:4], policy, DRAWING, exact=True))
             assert torch.get_num_threads() == 3
             assert {threads for threads, _ in seen} == {1}
             assert threading.current_thread().name not in {name for _, name in seen}
             seen.clear()
-            list(stream_images(pipe, REQUESTS[:1], policy, STEPS, exact=True, threads=2))
+            request = replace(REQUESTS[0], steps=STEPS, guidance=4.0)
+            list(stream_images(pipe, [request], policy, exact=True, threads=2))
             assert {threads for threads, _ in seen} == {2}
     finally:
         torch.set_num_threads(before)
@@ -118,7 +121,7 @@ def test_an_error_stops_the_work(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(module, "run_pipeline", broken)
     many = [ImageRequest("a", seed, 32, 32) for seed in range(20)]
     with pytest.raises(RuntimeError, match="no memory"):
-        generate(pipe, many, TextPolicy(12, "zero", "padded"), STEPS, batch_size=1, exact=True)
+        generate(pipe, many, TextPolicy(12, "zero", "padded"), DRAWING, batch_size=1, exact=True)
     assert len(started) <= 2, "the remaining requests were cancelled"
 
 
@@ -133,5 +136,5 @@ def test_a_text_is_encoded_once_and_the_oldest_are_dropped(pipe: Any, monkeypatc
 
     monkeypatch.setattr(TextPolicy, "encode", spy)
     requests = [ImageRequest(prompt, 0, 32, 32) for prompt in ("a", "a", "two", "red", "a")]
-    generate(pipe, requests, TextPolicy(12, "zero", "padded"), 1, batch_size=1, exact=True)
+    generate(pipe, requests, TextPolicy(12, "zero", "padded"), (1, 4.0), batch_size=1, exact=True)
     assert encoded == ["a", "two", "red", "a"]

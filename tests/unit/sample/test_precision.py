@@ -26,7 +26,7 @@ def halved(pipe: Any) -> Any:
 def test_half_precision_is_close(pipe: Any, text_tokens: Any) -> None:
     policy, half_pipe, seen = TextPolicy(12, "empty", text_tokens), halved(pipe), []
     half_pipe.transformer.pos_embed.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
-    full = np.asarray(generate(pipe, REQUESTS, policy, 3, 1.0), dtype=int)
+    full = np.asarray(generate(pipe, REQUESTS, policy, (3, 1.0)), dtype=int)
     with pytest.MonkeyPatch.context() as patch:
         decode = half_pipe.vae.decode
 
@@ -35,7 +35,7 @@ def test_half_precision_is_close(pipe: Any, text_tokens: Any) -> None:
             return decode(latents, **rest)
 
         patch.setattr(half_pipe.vae, "decode", spy)
-        half = np.asarray(generate(half_pipe, REQUESTS, policy, 3, 1.0), dtype=int)
+        half = np.asarray(generate(half_pipe, REQUESTS, policy, (3, 1.0)), dtype=int)
     assert set(seen) == {torch.bfloat16}
     assert 0 < np.abs(full - half).mean() < 3
     assert half_pipe.vae.dtype == torch.float32

@@ -24,7 +24,8 @@ from sd3_light.families.sd3.encoders import FrozenParts
 from sd3_light.families.sd3.module import SD3TrainingModule
 from sd3_light.families.sd3.random_weights import new_transformer
 from sd3_light.flow.scheduler import flow_scheduler
-from sd3_light.sample.in_training import Sampler, assigned
+from sd3_light.sample import in_training
+from sd3_light.sample.in_training import SampledCache, Sampler, assigned
 from tests.cases import combinations
 from tests.project import Project
 
@@ -50,13 +51,25 @@ def overrides(guidance: float = 4.0, **model: str) -> tuple[str, ...]:
 def sampler(project: Project, *keys: str, launch: Launch | None = None, batch_size: int | None = None) -> Sampler:
     data = CachedDataset(LocalStore(project.cache))
     config = project.load(*keys).train
-    result = Sampler.of_config(config, project.cache, data, data.buckets[0], launch or Launch(), torch.device("cpu"))
+    cache = SampledCache(project.cache, data, data.buckets[0])
+    result = Sampler.of_config(config, cache, launch or Launch(), torch.device("cpu"))
     result.batch_size = batch_size or result.batch_size
     return result
 
 
 def draw(drawing: Sampler, denoise: Callable[..., Tensor]) -> dict[int, np.ndarray]:
     return {index: np.asarray(image).astype(int) for index, image in drawing.draw(denoise)}
+
+
+def recorder(read: Callable[[Batch], Any]) -> tuple[list[Any], Callable[[Batch], Tensor]]:
+    """Return what is read of each batch, and a denoiser that does nothing else."""
+    seen: list[Any] = []
+
+    def denoise(batch: Batch) -> Tensor:
+        seen.append(read(batch))
+        return torch.zeros_like(batch["noisy"])
+
+    return seen, denoise
 
 
 @pytest.fixture(scope="module")
@@ -148,12 +161,7 @@ def test_the_trained_shift_is_used(
     caches: dict[str, Project], transformer: SD3Transformer2DModel, schedule: dict[str, Any]
 ) -> None:
     keys = (*overrides(1.0), *(f"model.{key}={json.dumps(value)}" for key, value in schedule.items()))
-    times: list[float] = []
-
-    def denoise(batch: Batch) -> Tensor:
-        times.append(float(1000 * batch["t"][0]))
-        return torch.zeros_like(batch["noisy"])
-
+    times, denoise = recorder(lambda batch: float(1000 * batch["t"][0]))
     sampler(caches["padded"], *keys, batch_size=6).draw(denoise)
     pipe = stock_pipeline(caches["padded"], transformer, **schedule)
     pipe(prompt="a", width=48, height=80, num_inference_steps=STEPS, guidance_scale=1.0)
@@ -176,12 +184,7 @@ def test_an_image_does_not_depend_on_its_batch(
 
 
 def test_real_tokens_are_as_long_as_the_text_and_no_text_is_one_zero(caches: dict[str, Project]) -> None:
-    seen: list[Batch] = []
-
-    def denoise(batch: Batch) -> Tensor:
-        seen.append(batch)
-        return torch.zeros_like(batch["noisy"])
-
+    seen, denoise = recorder(lambda batch: batch)
     keys = overrides(text_tokens="real", uncond_text="zero")
     sampler(caches["real"], *keys, batch_size=6).draw(denoise)
     t, tokens, pooled, lengths = (*(seen[0][name] for name in ("t", "prompt", "pooled")), seen[0].host["prompt.length"])
@@ -232,12 +235,7 @@ def test_all_requests_are_assigned_evenly(count: int, world: int) -> None:
 
 
 def test_a_denoiser_batch_is_at_most_a_micro_batch(caches: dict[str, Project]) -> None:
-    sizes: list[int] = []
-
-    def denoise(batch: Batch) -> Tensor:
-        sizes.append(batch.size)
-        return torch.zeros_like(batch["noisy"])
-
+    sizes, denoise = recorder(lambda batch: batch.size)
     sampler(caches["padded"], *overrides(), "micro_batch_size_per_gpu=4").draw(denoise)
     assert set(sizes) == {4}
     sizes.clear()
@@ -292,6 +290,18 @@ def test_a_cut_prompt_is_named_by_the_run_that_encodes_it(
     sampler(cached_project, *overrides(), f'sampling.prompts=["a star", "{"a red star " * 12}"]')
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "is cut" in line]
     assert line.startswith("train: warning: the prompt 'a red star a red")
+
+
+@pytest.mark.usefixtures("no_encoders")
+@pytest.mark.parametrize("seeds", [[5], [5, 6]])
+def test_captions_of_a_grid_name_the_seed_if_there_are_several(
+    caches: dict[str, Project], monkeypatch: pytest.MonkeyPatch, seeds: list[int]
+) -> None:
+    written: list[str] = []
+    monkeypatch.setattr(in_training, "make_grid", lambda images, captions, **_: written.extend(captions))
+    drawing = sampler(caches["padded"], *overrides(), f"sampling.seeds={seeds}")
+    drawing._grid([], {})
+    assert written == [f"{prompt} (seed {seed})" if seeds[1:] else prompt for prompt in PROMPTS for seed in seeds]
 
 
 @pytest.mark.usefixtures("no_encoders")

@@ -11,9 +11,9 @@ from typing import Any
 
 from PIL import Image
 
-from sd3_light.cache.manifest_writer import sort_units
+from sd3_light.cache.manifest_writer import sort_shards
 from sd3_light.config import DirectoryConfig
-from sd3_light.data.cache_plan import CachePlan, Unit, make_cache_plan
+from sd3_light.data.cache_plan import CachePlan, PlannedShard, make_cache_plan
 from sd3_light.sources.catalogue import Catalogue, InputRow, Listing, make_sources
 from sd3_light.sources.claims import Claims
 from sd3_light.sources.decode import SampleLocation
@@ -105,14 +105,14 @@ def plan_for(
         return make_cache_plan(catalogue, listings, recipe, size)
 
 
-def unit_files(plan: CachePlan) -> list[str]:
-    return [unit.file for unit in sort_units(plan.units)]
+def shard_files(plan: CachePlan) -> list[str]:
+    return [shard.file for shard in sort_shards(plan.shards)]
 
 
-def sample_names(plan: CachePlan, unit: Unit) -> list[str]:
-    return [member.row.key.rsplit("/", 1)[1] for member in plan.members(unit)]
+def sample_names(plan: CachePlan, shard: PlannedShard) -> list[str]:
+    return [member.row.key.rsplit("/", 1)[1] for member in plan.members(shard)]
 
 
-def unit_of(plan: CachePlan, name: str) -> str:
-    (file,) = (unit.file for unit in plan.units if name in sample_names(plan, unit))
+def shard_of(plan: CachePlan, name: str) -> str:
+    (file,) = (shard.file for shard in plan.shards if name in sample_names(plan, shard))
     return file

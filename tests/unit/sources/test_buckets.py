@@ -15,7 +15,7 @@ from sd3_light.sources.buckets import (
     assign_all,
     buckets_by_resolution,
     buckets_for,
-    plan,
+    resize_for,
 )
 
 
@@ -95,14 +95,14 @@ def test_a_sample_has_one_bucket_per_resolution_without_duplicates() -> None:
 
 
 def test_plan_of_known_sizes() -> None:
-    wide = plan(200, 100, Bucket(64, 64))
+    wide = resize_for(200, 100, Bucket(64, 64))
     assert (wide.resized, wide.crop, wide.enlarged, wide.cropped_fraction) == ((128, 64), (32, 0, 96, 64), False, 0.5)
     assert wide.source == (200, 100)
     assert wide.size == (64, 64)
-    exact = plan(64, 48, Bucket(64, 48))
+    exact = resize_for(64, 48, Bucket(64, 48))
     assert (exact.resized, exact.crop, exact.enlarged, exact.cropped_fraction) == ((64, 48), (0, 0, 64, 48), False, 0.0)
-    assert plan(63, 64, Bucket(64, 64)).enlarged
-    assert plan(1, 1, Bucket(64, 64)).enlarged
+    assert resize_for(63, 64, Bucket(64, 64)).enlarged
+    assert resize_for(1, 1, Bucket(64, 64)).enlarged
 
 
 def test_plan_covers_the_bucket_and_crops_the_centre_of_one_side() -> None:
@@ -110,7 +110,7 @@ def test_plan_covers_the_bucket_and_crops_the_centre_of_one_side() -> None:
     for _ in range(2000):
         width, height = (round(math.exp(rng.uniform(0, 10))) for _ in range(2))
         bucket = Bucket(16 * rng.randint(1, 64), 16 * rng.randint(1, 64))
-        how = plan(width, height, bucket)
+        how = resize_for(width, height, bucket)
         left, top, right, bottom = how.crop
         assert how.size == (bucket.width, bucket.height)
         assert left >= 0

@@ -96,28 +96,28 @@ def test_the_longest_clip_that_a_video_has(frames: int, lengths: tuple[int, ...]
     assert [bucket.frames for _, bucket, _ in fits(64, 64, keys, frames)] == ([expected] if expected else [])
 
 
-def test_a_plan_has_a_unit_per_length(clips: Path, cache: Path) -> None:
+def test_a_plan_has_a_shard_per_length(clips: Path, cache: Path) -> None:
     (resolved,) = with_clip_lengths(DatasetConfig(clips, cache, (directory(clips, frames=17),)), 4).directories
     assert resolved.clip_lengths == (5, 9, 13, 17)
     plan = plan_for(cache, [resolved])
-    units = {str(unit.bucket): [member.row.key[-5:] for member in plan.members(unit)] for unit in plan.units}
-    assert units == {"64x64x17": ["a.mp4"], "64x64x5": [".webm"], "64x64x9": ["c.gif"], "64x64": ["d.png", "e.gif"]}
+    planned = {str(shard.bucket): [member.row.key[-5:] for member in plan.members(shard)] for shard in plan.shards}
+    assert planned == {"64x64x17": ["a.mp4"], "64x64x5": [".webm"], "64x64x9": ["c.gif"], "64x64": ["d.png", "e.gif"]}
     reasons = {row.key[-5:]: (row.reason, row.detail) for row in plan.rejected()}
     assert reasons["f.mp4"] == ("too_short", "64x32, 3 frames")
     assert reasons["g.mp4"][0] == "broken_video"
-    for unit in plan.units:
-        tasks = [decode_task(member, plan.source(unit).root) for member in plan.members(unit)]
+    for shard in plan.shards:
+        tasks = [decode_task(member, plan.source(shard).root) for member in plan.members(shard)]
         for decoded in decode_images(tasks):
             assert decoded.pixels is not None
-            frames = unit.bucket.frames
+            frames = shard.bucket.frames
             assert decoded.pixels.shape == ((frames, 64, 64, 3) if frames > 1 else (64, 64, 3))
             if frames > 1:
                 assert numbers(decoded.pixels) == list(range(frames)), "the first frames"
 
 
-def test_units_of_long_clips_are_smaller(tmp_path: Path, cache: Path) -> None:
+def test_shards_of_long_clips_are_smaller(tmp_path: Path, cache: Path) -> None:
     folder = write(tmp_path / "clips", **{f"{n}_mp4": encode(numbered(5 + n, (64, 32)), 16) for n in range(8)})
-    assert [unit.count for unit in plan_for(cache, [directory(folder, frames=[5])], size=8).units] == [1] * 8
+    assert [shard.count for shard in plan_for(cache, [directory(folder, frames=[5])], size=8).shards] == [1] * 8
 
 
 def test_damage_behind_the_first_frame_is_a_reject(tmp_path: Path, cache: Path) -> None:
@@ -127,8 +127,8 @@ def test_damage_behind_the_first_frame_is_a_reject(tmp_path: Path, cache: Path) 
     damaged = data[:middle] + bytes(len(data) // 10) + data[middle + len(data) // 10 :]
     folder = write(tmp_path / "clips", a_mp4=damaged)
     plan = plan_for(cache, [directory(folder, frames=[57])])
-    (unit,) = plan.units
-    (result,) = decode_images([decode_task(plan.members(unit)[0], folder)])
+    (shard,) = plan.shards
+    (result,) = decode_images([decode_task(plan.members(shard)[0], folder)])
     assert (result.pixels, result.reason) == (None, "broken_video")
 
 
@@ -139,8 +139,8 @@ def test_the_mask_of_a_clip(clips: Path, cache: Path, tmp_path: Path) -> None:
     halves[:, :32] = 255
     Image.fromarray(halves).save(masks / "a.png")
     plan = plan_for(cache, [directory(clips, frames=[5], mask_path=masks)])
-    unit = next(unit for unit in plan.units if unit.bucket.frames == 5)
-    (result,) = decode_images([decode_task(plan.members(unit)[0], clips)])
+    shard = next(shard for shard in plan.shards if shard.bucket.frames == 5)
+    (result,) = decode_images([decode_task(plan.members(shard)[0], clips)])
     assert result.mask is not None
     assert result.mask.shape == (8, 8)
 

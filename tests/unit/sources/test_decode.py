@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from sd3_light.data.cache_plan import sample_fingerprint
-from sd3_light.sources.buckets import Bucket, plan
+from sd3_light.sources.buckets import Bucket, resize_for
 from sd3_light.sources.catalogue import InputRow
 from sd3_light.sources.decode import (
     Decoded,
@@ -64,7 +64,7 @@ def test_probing_and_decoding_agree_with_preprocess(tmp_path: Path, image: bytes
     result = decoded(location)
     assert result.pixels is not None
     assert result.pixels.shape == (64, 48, 3)
-    assert np.array_equal(result.pixels, fit(decode(image), plan(*size, BUCKET)))
+    assert np.array_equal(result.pixels, fit(decode(image), resize_for(*size, BUCKET)))
     assert (result.mask, result.reason, result.detail) == (None, "", "")
 
 
@@ -76,7 +76,7 @@ def test_the_images_of_a_pair_are_fitted_each_by_its_own_size(tmp_path: Path) ->
     assert (probe.digest, probe.rejected_digest) == (content_digest(better), content_digest(worse))
     result = decoded(location)
     assert result.worse is not None
-    assert np.array_equal(result.worse, fit(decode(worse), plan(20, 90, BUCKET)))
+    assert np.array_equal(result.worse, fit(decode(worse), resize_for(20, 90, BUCKET)))
     (tmp_path / "worse").write_bytes(b"no image")
     assert decoded(location).reason == "not_an_image"
     (tmp_path / "worse").unlink()
@@ -123,7 +123,7 @@ def test_a_mask_has_latent_size_and_the_crop_of_its_image_which_it_does_not_need
     result = decoded(location)
     assert result.mask is not None
     assert result.mask.shape == (8, 6)
-    assert np.array_equal(result.mask, fit_mask(decode_mask(mask), plan(64, 48, BUCKET)))
+    assert np.array_equal(result.mask, fit_mask(decode_mask(mask), resize_for(64, 48, BUCKET)))
     assert (result.mask[:, :3] == 255).all()
     assert (result.mask[:, 4:] == 0).all()
     whole, probe = result, probe_one(location)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms
 
-from sd3_light.sources.buckets import Bucket, plan
+from sd3_light.sources.buckets import Bucket, resize_for
 from sd3_light.sources.preprocess import Reject, decode, decode_mask, fit, fit_mask, probe
 from tests.unit.sources.inputs import (
     BLACK,
@@ -159,7 +159,7 @@ def test_a_profile_for_another_colour_space_is_ignored() -> None:
 def test_fit_is_resize_then_crop() -> None:
     for size, bucket in (((200, 120), Bucket(64, 64)), ((33, 90), Bucket(64, 48)), ((64, 48), Bucket(64, 48))):
         image = decode(save(noise(size=size).resize((20, 12)).resize(size), "PNG"))
-        how = plan(*size, bucket)
+        how = resize_for(*size, bucket)
         pixels = fit(image, how)
         assert pixels.shape == (bucket.height, bucket.width, 3)
         assert pixels.dtype == np.uint8
@@ -172,7 +172,7 @@ def test_fit_of_extreme_shapes_takes_the_middle() -> None:
         image = Image.new("RGB", size, RED)
         middle = size[0] // 2, size[1] // 2
         image.paste(BLUE, (middle[0], middle[1], middle[0] + 1, middle[1] + 1))
-        pixels = fit(image, plan(*size, Bucket(32, 32)))
+        pixels = fit(image, resize_for(*size, Bucket(32, 32)))
         assert abs(pixels[16, 16].astype(int) - BLUE).max() <= 2
 
 
@@ -189,7 +189,7 @@ def test_fit_of_extreme_shapes_takes_the_middle() -> None:
     ],
 )
 def test_masks_of_all_kinds_and_sizes(mask: Image.Image) -> None:
-    weights = fit_mask(decode_mask(save(mask, "PNG")), plan(128, 64, Bucket(64, 32)))
+    weights = fit_mask(decode_mask(save(mask, "PNG")), resize_for(128, 64, Bucket(64, 32)))
     assert weights.shape == (4, 8)
     assert weights.dtype == np.uint8
     assert (weights[:, :4] == 255).all()
@@ -199,6 +199,6 @@ def test_masks_of_all_kinds_and_sizes(mask: Image.Image) -> None:
 def test_masks_are_averaged_by_area_and_cropped_like_the_image() -> None:
     mask = np.zeros((64, 128), dtype=np.uint8)
     mask[:, :36] = 255  # 32 columns are cropped away; half of the first latent column is left
-    weights = fit_mask(decode_mask(save(Image.fromarray(mask), "PNG")), plan(128, 64, Bucket(64, 64)))
+    weights = fit_mask(decode_mask(save(Image.fromarray(mask), "PNG")), resize_for(128, 64, Bucket(64, 64)))
     assert weights[:, 0].tolist() == [128] * 8
     assert not weights[:, 1:].any()

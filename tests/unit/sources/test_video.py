@@ -14,7 +14,7 @@ from PIL import Image
 
 from sd3_light.config.faults import UserError
 from sd3_light.sources import video
-from sd3_light.sources.buckets import Bucket, plan
+from sd3_light.sources.buckets import Bucket, resize_for
 from sd3_light.sources.preprocess import Reject
 from sd3_light.sources.video import VideoSize, decode_video, probe_video, write_video
 from tests.unit.sources.videos import RED, encode, encode_gif, numbered, numbers, turned
@@ -31,7 +31,7 @@ def probe(data: bytes, *counts: int, fps: float | None = None) -> VideoSize:
 
 def decode(data: bytes, count: int, fps: float | None = None, size: tuple[int, int] = (48, 32)) -> Any:
     result = probe(data, count, fps=fps)
-    return decode_video(io.BytesIO(data), plan(result.width, result.height, Bucket(*size)), count, fps)
+    return decode_video(io.BytesIO(data), resize_for(result.width, result.height, Bucket(*size)), count, fps)
 
 
 def reason(data: bytes, *counts: int, fps: float | None = None) -> str:
@@ -130,7 +130,7 @@ def test_untagged_hd_is_bt709() -> None:
 def test_resized_and_cropped_like_an_image() -> None:
     frames = numbered(3, (96, 40))
     pixels = decode(encode_gif(frames), 3, size=(32, 32))
-    expected = video.fit(Image.fromarray(frames[1]), plan(96, 40, Bucket(32, 32)))
+    expected = video.fit(Image.fromarray(frames[1]), resize_for(96, 40, Bucket(32, 32)))
     assert abs(pixels[1].astype(int) - expected).max() <= NEAR
 
 
@@ -206,7 +206,7 @@ def test_memory_does_not_grow_with_the_length() -> None:
     script = """
 import io, os, resource, sys
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])  # a decoder has a frame per core in work
-from sd3_light.sources.buckets import Bucket, plan
+from sd3_light.sources.buckets import Bucket, resize_for
 from sd3_light.sources.video import decode_video, probe_video
 from tests.unit.sources.videos import encode
 import numpy as np
@@ -215,7 +215,7 @@ def peak(seconds):
     data = encode([frames[number % 2] for number in range(4 * seconds)], 4, options={"preset": "ultrafast"})
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     size = probe_video(io.BytesIO(data), (seconds,), 1)
-    decode_video(io.BytesIO(data), plan(size.width, size.height, Bucket(64, 64)), seconds, 1)
+    decode_video(io.BytesIO(data), resize_for(size.width, size.height, Bucket(64, 64)), seconds, 1)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
 peak(2)
 print(peak(12))

@@ -10,14 +10,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from sd3_light.core.cost import Compute
-from sd3_light.tasks import DiffusionTrainingModule, ModelLogger, ProcessedDataset, check, unit
+from sd3_light.tasks import DiffusionTrainingModule, ModelLogger, check, unit
 from sd3_light.tasks.call import TaskCall
 from sd3_light.tasks.cost import TaskCost, cost_of
 from sd3_light.tasks.settings import TaskSettings
 from tests.unit.tasks.test_custom_forward import Own
-from tests.unit.tasks.test_process import process
 from tests.unit.tasks.test_stacking import CASES, Items
-from tests.unit.tasks.toy import Images, Toy
+from tests.unit.tasks.toy import Images, Toy, process
 
 
 class Blocks(DiffusionTrainingModule):
@@ -99,8 +98,7 @@ def test_the_table_is_that_of_a_config(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_processed_data_have_a_residence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    process(tmp_path / "cache", Images(4))
-    data = ProcessedDataset(tmp_path / "cache")
+    data = process(tmp_path / "cache", Images(4))
     assert run(tmp_path / "out", Toy(), data, cache_residence="host") == []
     shown = capsys.readouterr().out
     assert "the cache exists" in shown

@@ -1,28 +1,22 @@
 """Modules with a custom forward, as DiffSynth's: what trains, what is stored, and what loggers get."""
 
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from sd3_light.config.faults import UserError
-from sd3_light.runlog import read_log
-from sd3_light.tasks import (
-    DiffusionTrainingModule,
-    ModelLogger,
-    ProcessedDataset,
-    launch_data_process_task,
-    launch_training_task,
-)
+from sd3_light.tasks import DiffusionTrainingModule, ModelLogger, ProcessedDataset
 from sd3_light.tasks.models import CustomForward, task_model
 from sd3_light.tasks.prepare import rows_of
-from tests.unit.tasks.toy import Images, Toy
+from tests.unit.tasks import toy
+from tests.unit.tasks.toy import Images, Toy, steps, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -76,19 +70,13 @@ class Foreign(nn.Module):
 
 def run(out: Path, model: Any = None, data: Any = None, **settings: Any) -> list[float]:
     """Train; return losses and gradient norms."""
-    settings = {"learning_rate": 1e-2, "num_workers": 0, "num_epochs": 2, **settings}
-    logger = settings.pop("logger", None) or ModelLogger(out)
     data = Images(4) if data is None else data
-    launch_training_task(Accelerator(cpu=True), data, model or Own(), logger, **settings)
-    events = [event for event in read_log(out / "log.jsonl") if event["event"] == "step"]
-    return [event[key] for event in events for key in ("loss", "grad_norm")]
+    events = train(out, model or Own(), data, **{"num_epochs": 2, **settings})
+    return [value for pair in steps(events, "loss", "grad_norm") for value in pair]
 
 
-def process(out: Path, model: Any = None, data: Any = None, **settings: Any) -> Any:
-    settings = {"num_workers": 0, **settings}
-    dataset = data or Images(4)
-    launch_data_process_task(Accelerator(cpu=True), dataset, model or Own("data_process"), ModelLogger(out), **settings)
-    return ProcessedDataset(out)
+def process(out: Path, model: Any = None, **settings: Any) -> Any:
+    return toy.process(out, Images(4), model or Own("data_process"), **settings)
 
 
 def test_a_sample_has_its_own_random_numbers(tmp_path: Path) -> None:
@@ -123,7 +111,7 @@ def test_a_class_of_another_library_trains_too(tmp_path: Path) -> None:
 
 
 def test_two_stages_train_as_one(tmp_path: Path) -> None:
-    data = process(tmp_path / "cache", data=Images(4))
+    data = process(tmp_path / "cache")
     assert data.load_from_cache
     shared, positive, (image, device, nothing) = data[1]
     assert torch.equal(shared["latents"], Own().pipe.vae(Images(4)[1]["image"][None]))
@@ -137,7 +125,7 @@ def test_two_stages_train_as_one(tmp_path: Path) -> None:
     assert run(tmp_path / "two", data=data) == run(tmp_path / "one")
     file = tmp_path / "cache" / "0" / "2.pth"
     stored = file.stat().st_mtime_ns
-    process(tmp_path / "cache", data=Images(4))
+    process(tmp_path / "cache")
     assert file.stat().st_mtime_ns == stored, "unchanged samples are not computed again"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
@@ -146,14 +134,9 @@ def test_two_stages_train_as_one(tmp_path: Path) -> None:
         ProcessedDataset(tmp_path / "cache")[2]
 
 
-class Opaque(Own):
-    def forward(self, data: Any, inputs: Any = None) -> Any:
-        return {"latents": data["image"], "hook": [len]}
-
-
-class Empty(Own):
-    def forward(self, data: Any, inputs: Any = None) -> Any:
-        return ({}, {"prompt": data["name"]}, {})
+def returning(name: str, forward: Callable[[Any, Any], Any]) -> type[Own]:
+    """Return a class of this name with another ``forward(self, data)``."""
+    return type(name, (Own,), {"forward": forward})
 
 
 class Declared(Toy):
@@ -166,8 +149,14 @@ class Declared(Toy):
     ("model", "message"),
     [
         (Own, "forward of Own returned a loss in the data process; return there what the second stage needs"),
-        (Empty, "sample 0: forward of Empty returned no tensor to store"),
-        (Opaque, "sample 0: what forward of Opaque returned['hook'][0] is a builtin_function_or_method"),
+        (
+            returning("Empty", lambda self, data: ({}, {"prompt": data["name"]}, {})),
+            "sample 0: forward of Empty returned no tensor to store",
+        ),
+        (
+            returning("Opaque", lambda self, data: {"latents": data["image"], "hook": [len]}),
+            "sample 0: what forward of Opaque returned['hook'][0] is a builtin_function_or_method",
+        ),
         (Declared, "sample 0: training will read 'text', which is neither in the data nor written by a unit"),
     ],
 )
@@ -178,34 +167,15 @@ def test_a_data_process_that_stores_too_little_is_refused(tmp_path: Path, model:
     assert not (tmp_path / "manifest.json").exists()
 
 
-class NoForward(DiffusionTrainingModule):
-    pass
-
-
-class NoLoss(Own):
-    def forward(self, data: Any, inputs: Any = None) -> Any:
-        return {"loss": 1.0}
-
-
-class Detached(Own):
-    def forward(self, data: Any, inputs: Any = None) -> Any:
-        return super().forward(data, inputs).detach()
-
-
-class Raises(Own):
-    def forward(self, data: Any, inputs: Any = None) -> Any:
-        return data["pixels"]
-
-
 class Modules(Own):
     def trainable_modules(self) -> Any:
         return [self.pipe.dit]
 
 
-class Frozen(Own):
-    def __init__(self) -> None:
-        super().__init__()
-        self.requires_grad_(False)
+NoForward = type("NoForward", (DiffusionTrainingModule,), {})
+NoLoss = returning("NoLoss", lambda self, data: {"loss": 1.0})
+Detached = returning("Detached", lambda self, data: Own.forward(self, data).detach())
+Raises = returning("Raises", lambda self, data: data["pixels"])
 
 
 @pytest.mark.parametrize(
@@ -216,7 +186,7 @@ class Frozen(Own):
         (Detached, "the loss of Detached depends on no weight that trains"),
         (Raises, "forward of Raises raised KeyError: 'pixels'"),
         (Modules, "trainable_modules() of Modules yields a Conv2d that is not one of its parameters"),
-        (Frozen, "nothing to train"),
+        (lambda: Own().requires_grad_(False), "nothing to train"),
     ],
 )
 def test_wrong_modules_are_one_line(tmp_path: Path, model: Any, message: str) -> None:

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from sd3_light.runlog import read_log
-from sd3_light.tasks import FlowMatchDPOLoss, FlowMatchSFTLoss, ModelLogger, launch_training_task
+from sd3_light.tasks import FlowMatchDPOLoss, FlowMatchSFTLoss
 from tests.unit.tasks.test_custom_forward import Foreign, Own
 from tests.unit.tasks.test_stacking import CASES, Items
-from tests.unit.tasks.toy import Images, Toy
+from tests.unit.tasks.toy import Images, Toy, steps, train
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "tasks.json"
 TOLERANCE = 1e-5
@@ -65,16 +64,11 @@ def measure(make: Make, out: Path) -> list[Any]:
     """Train; return (loss, gradient norm, losses by time) per step and the losses of each evaluation."""
     torch.set_num_threads(1)
     data, model, settings = make()
-    logger = ModelLogger(out)
-    launch_training_task(
-        None, data, model, logger, 1e-2, num_workers=0, **{"num_epochs": 2, **settings, "engine": "torch"}
-    )
-    events = list(read_log(out / "log.jsonl"))
-    steps = [[event["loss"], event["grad_norm"], event["band"]] for event in events if event["event"] == "step"]
+    events = train(out, model, data, accelerator=None, engine="torch", **{"num_epochs": 2, **settings})
     evaluations = [event for event in events if event["event"] == "eval"]
     names = [[key for key in event if key[:4] in ("flow", "fixe") and not key.endswith("_se")] for event in evaluations]
     losses = [{key: event[key] for key in keys} for keys, event in zip(names, evaluations, strict=True)]
-    return [*steps, *losses]
+    return [*steps(events, "loss", "grad_norm", "band"), *losses]
 
 
 @pytest.mark.parametrize("case", MAKES)

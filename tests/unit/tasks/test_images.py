@@ -1,8 +1,10 @@
 """`ImageFolder`: sources, buckets and rejects of dataset TOMLs for scripts, decoded when they are used."""
 
 import io
+import json
 import multiprocessing
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +16,11 @@ from torch import Tensor, nn
 
 from sd3_light.config.faults import UserError
 from sd3_light.report.inspect import verb as inspect_verb
-from sd3_light.runlog import read_log
 from sd3_light.sources.decode import Decoded
-from sd3_light.tasks import (
-    DiffusionTrainingModule,
-    ImageFolder,
-    ModelLogger,
-    ProcessedDataset,
-    launch_data_process_task,
-    launch_training_task,
-    unit,
-)
+from sd3_light.tasks import DiffusionTrainingModule, ImageFolder, ProcessedDataset, unit
 from sd3_light.tasks import datasets as module
 from sd3_light.tasks.processed import write_file_manifest
+from tests.unit.tasks.toy import process, steps, train
 
 
 @pytest.fixture
@@ -58,7 +52,8 @@ def test_images_have_buckets_or_are_left_out(folder: Path, capsys: pytest.Captur
         assert item["captions"] == [f"image {number}"]
     (reject,) = data.rejects
     assert reject.key.endswith("6.png")
-    assert data.rejects_as_json()[0]["reason"] == reject.reason
+    data.write_rejects(tmp_path)
+    assert json.loads((tmp_path / "rejects.jsonl").read_text())["reason"] == reject.reason
     assert f"left out 1 inputs: 1 {reject.reason}" in capsys.readouterr().err
     (tmp_path / "exclude.txt").write_text("images#0/2.png\nimages#0/6.png\n", encoding="utf-8")
     data = ImageFolder(folder, exclude=str(tmp_path / "exclude.txt"), **KEYS)
@@ -125,7 +120,7 @@ def test_images_that_cannot_be_decoded_are_left_out_with_the_reason(
     assert len(both.rejects) == 2, "an image of two resolutions is listed once"
 
 
-def test_an_image_that_is_repaired_is_used_again(folder: Path, tmp_path: Path) -> None:
+def test_an_image_that_is_repaired_is_used_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {**KEYS, "catalogue": tmp_path / "catalogue", "num_workers": 0}
     truncate(folder, "0.png")
     assert len(ImageFolder(folder, **keys)) == 5
@@ -134,21 +129,12 @@ def test_an_image_that_is_repaired_is_used_again(folder: Path, tmp_path: Path) -
     for note in (tmp_path / "catalogue").rglob("*.checked.json"):
         note.write_text("[1", encoding="utf-8")
     assert len(ImageFolder(folder, **keys)) == 6, "a damaged note is written again"
-
-
-def test_a_folder_with_cut_images_only_is_one_line(tmp_path: Path) -> None:
-    truncate(tmp_path, "a.png")
-    with pytest.raises(UserError, match=r"has no usable image: 1 truncated \(the file is truncated\); check path"):
-        ImageFolder(tmp_path, **KEYS)
-
-
-def test_an_unreadable_image_is_tried_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = {**KEYS, "catalogue": tmp_path / "catalogue", "num_workers": 0}
+    keys["catalogue"] = tmp_path / "other"
     with monkeypatch.context() as patch:
         patch.setattr(module, "decode_images", lambda tasks: [Decoded(reason="unreadable")] * len(tasks))
         with pytest.raises(UserError, match="has no usable image"):
             ImageFolder(folder, **keys)
-    assert len(ImageFolder(folder, **keys)) == 6
+    assert len(ImageFolder(folder, **keys)) == 6, "an unreadable one is tried again"
 
 
 @pytest.mark.parametrize(
@@ -171,6 +157,9 @@ def test_an_empty_folder_and_an_image_that_changed_are_named(folder: Path, tmp_p
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"empty has no usable image: no file with a caption ends in .*; check path"):
         ImageFolder(tmp_path / "empty", resolutions=[64])
+    truncate(tmp_path / "empty", "a.png")
+    with pytest.raises(UserError, match=r"has no usable image: 1 truncated \(the file is truncated\); check path"):
+        ImageFolder(tmp_path / "empty", **KEYS)
     data = ImageFolder(folder, **KEYS)
     Image.new("RGB", (96, 48)).save(folder / "0.png")
     index = next(index for index in range(6) if data._samples[index].captions == ("image 0",))
@@ -219,17 +208,10 @@ def test_masks_have_the_size_of_latents(folder: Path, tmp_path: Path) -> None:
 
 def test_a_task_trains_on_a_folder_in_one_stage_or_two(folder: Path, tmp_path: Path) -> None:
     data = ImageFolder(folder, num_workers=0, **KEYS)
-    settings: dict[str, Any] = {"num_workers": 0, "batch_size": 2, "num_epochs": 2, "engine": "torch"}
-    launch_training_task(None, data, Tiny(), ModelLogger(tmp_path / "one"), 1e-2, **settings)
-    launch_data_process_task(None, data, Tiny(), ModelLogger(tmp_path / "processed"), num_workers=0)
-    stored = ProcessedDataset(tmp_path / "processed")
-    launch_training_task(None, stored, Tiny(), ModelLogger(tmp_path / "two"), 1e-2, **settings)
-    losses = [
-        [event["loss"] for event in read_log(tmp_path / name / "log.jsonl") if event["event"] == "step"]
-        for name in ("one", "two")
-    ]
-    assert len(losses[0]) == 6
-    assert losses[0] == losses[1]
+    one = steps(train(tmp_path / "one", Tiny(), data, batch_size=2, num_epochs=2), "loss")
+    stored = process(tmp_path / "processed", data, Tiny())
+    assert len(one) == 6
+    assert steps(train(tmp_path / "two", Tiny(), stored, batch_size=2, num_epochs=2), "loss") == one
     assert "6.png" in (tmp_path / "processed" / "rejects.jsonl").read_text(encoding="utf-8")
     with pytest.raises(UserError, match=r"processed is the processed data of a script, not a cache: 6 samples in 2 sh"):
         inspect_verb.run(tmp_path / "processed")
@@ -241,7 +223,7 @@ def test_a_task_trains_on_a_folder_in_one_stage_or_two(folder: Path, tmp_path: P
 def test_a_cut_image_changes_no_byte_of_the_processed_data(folder: Path, tmp_path: Path) -> None:
     def shards(name: str) -> dict[str, bytes]:
         data = ImageFolder(folder, num_workers=0, **KEYS)
-        launch_data_process_task(None, data, Tiny(), ModelLogger(tmp_path / name), num_workers=2)
+        process(tmp_path / name, data, Tiny(), num_workers=2)
         return {path.name: path.read_bytes() for path in sorted((tmp_path / name / "shards").iterdir())}
 
     whole = shards("whole")
@@ -268,18 +250,14 @@ def test_processes_that_share_a_catalogue_have_the_same_samples(folder: Path, tm
 
 
 def test_a_task_resumes_when_an_image_that_was_deleted_is_restored(folder: Path, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"num_workers": 0, "batch_size": 2, "num_epochs": 2, "engine": "torch", "resume": True}
-
-    def train(data: ImageFolder) -> Any:
-        return launch_training_task(None, data, Tiny(), ModelLogger(tmp_path / "run"), 1e-2, **settings)
-
+    resume = partial(train, tmp_path / "run", Tiny(), batch_size=2, num_epochs=2, resume=True)
     train_on = ImageFolder(folder, num_workers=0, **KEYS)
     content = (folder / "0.png").read_bytes()
     (folder / "0.png").unlink()
     with pytest.raises(UserError, match=r"0.png was usable when .*; restore it before you resume"):
-        train(train_on)
+        resume(train_on)
     if (tmp_path / "run" / "checkpoints").is_dir():  # a step was taken before the image was needed
         with pytest.raises(UserError, match="was trained on other data"):
-            train(ImageFolder(folder, num_workers=0, **KEYS))
+            resume(ImageFolder(folder, num_workers=0, **KEYS))
     (folder / "0.png").write_bytes(content)
-    assert train(ImageFolder(folder, num_workers=0, **KEYS)).step == 6
+    assert resume(ImageFolder(folder, num_workers=0, **KEYS))[-1]["step"] == 6

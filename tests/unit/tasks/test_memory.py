@@ -14,8 +14,7 @@ from sd3_light.export.trainable import load_what_trains, swap_loaded
 from sd3_light.model.block_swap import is_swapped
 from sd3_light.tasks import DiffusionTrainingModule
 from tests.families import make_pipeline
-from tests.unit.tasks.test_train import run, steps
-from tests.unit.tasks.toy import Encode
+from tests.unit.tasks.toy import Encode, steps, train
 
 CPU = torch.device("cpu")
 
@@ -55,7 +54,7 @@ class Task(DiffusionTrainingModule):
 
 
 def losses(folder: Path, model: Task, **settings: Any) -> list[Any]:
-    return steps(run(folder, model, batch_size=2, max_steps=4, **settings), "loss", "grad_norm")
+    return steps(train(folder, model, batch_size=2, max_steps=4, **settings), "loss", "grad_norm")
 
 
 @pytest.mark.parametrize("engine", ["torch", "accelerate"])
@@ -79,7 +78,7 @@ def test_blocks_in_host_memory_train_alike(tmp_path: Path, engine: str, capsys: 
 )
 def test_what_cannot_be_swapped(tmp_path: Path, adapter: bool, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        run(tmp_path, Task(adapter), **settings)
+        train(tmp_path, Task(adapter), **settings)
 
 
 @pytest.fixture(scope="module")

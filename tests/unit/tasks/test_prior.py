@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from PIL import Image
 from safetensors.torch import load_file
@@ -15,8 +14,8 @@ from torch.utils.data import Dataset
 
 from sd3_light.config.faults import UserError
 from sd3_light.runlog import read_log
-from sd3_light.tasks import ClassPictures, FlowMatchDPOLoss, ModelLogger, WithPrior, launch_training_task
-from tests.unit.tasks.toy import Images, Toy
+from sd3_light.tasks import ClassPictures, FlowMatchDPOLoss, WithPrior
+from tests.unit.tasks.toy import Images, Toy, steps, train
 
 
 def test_class_images_are_weighted_and_drawn_once(tmp_path: Path) -> None:
@@ -63,9 +62,8 @@ class Pairs(Dataset[Any]):
 def test_a_lora_learns_a_preference(tmp_path: Path) -> None:
     model = Toy(adapter=True)
     model.units, model.loss = (), FlowMatchDPOLoss(beta=20.0)
-    settings: dict[str, Any] = {"num_workers": 0, "save_steps": 100, "batch_size": 4, "num_epochs": 20}
-    launch_training_task(Accelerator(cpu=True), Pairs(), model, ModelLogger(tmp_path), 1e-2, **settings)
-    losses = [event["loss"] for event in read_log(tmp_path / "log.jsonl") if event["event"] == "step"]
+    events = train(tmp_path, model, Pairs(), save_steps=100, batch_size=4, num_epochs=20)
+    losses = [loss for (loss,) in steps(events, "loss")]
     assert losses[0] == pytest.approx(0.6931, abs=1e-3), "a new adapter has no preference"
     assert sum(losses[-5:]) / 5 < 0.5
     whole = Toy()
@@ -75,10 +73,6 @@ def test_a_lora_learns_a_preference(tmp_path: Path) -> None:
 
 
 SCRIPT = Path(__file__).with_name("tutorial_script.py")
-
-
-def losses(out: Path) -> list[float]:
-    return [event["loss"] for event in read_log(out / "log.jsonl") if event["event"] == "step"]
 
 
 def test_the_script_of_the_tutorial_runs_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,8 +85,9 @@ def test_the_script_of_the_tutorial_runs_unchanged(tmp_path: Path, monkeypatch: 
         runpy.run_path(str(SCRIPT), run_name="__main__")
     AcceleratorState._reset_state(reset_partial_state=True)
     assert len(list((tmp_path / "cache" / "0").glob("*.pth"))) == 4
-    assert losses(tmp_path / "one") == losses(tmp_path / "train")
-    assert len(losses(tmp_path / "one")) == 4
+    one, two = (steps(list(read_log(tmp_path / name / "log.jsonl")), "loss") for name in ("one", "train"))
+    assert one == two
+    assert len(one) == 4
     saved = load_file(tmp_path / "train" / "epoch-1.safetensors")
     assert set(saved) == {"pipe.dit.lora_A.weight", "pipe.dit.lora_B.weight"}
     assert saved["pipe.dit.lora_B.weight"].abs().max() > 0

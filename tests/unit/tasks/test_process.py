@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 
 from sd3_light.config.faults import UserError
 from sd3_light.data.manifest import Manifest
 from sd3_light.data.reader import ShardReader
 from sd3_light.engines import Launch
-from sd3_light.runlog import read_log
-from sd3_light.tasks import ModelLogger, ProcessedDataset, launch_data_process_task, launch_training_task
+from sd3_light.tasks import ProcessedDataset
 from sd3_light.tasks.batches import SampleOrder, TaskBatches, item_of
 from tests.leftovers import leave
+from tests.unit.tasks import toy
 from tests.unit.tasks.test_custom_forward import Own
 from tests.unit.tasks.toy import Encode, Images, Toy
 
@@ -23,16 +22,13 @@ from tests.unit.tasks.toy import Encode, Images, Toy
 def process(out: Path, data: Any = None, model: Toy | None = None, **settings: Any) -> int:
     """Run the task; return how many samples were encoded."""
     before = Encode.runs
-    data = data or Images(6, mixed=True)
-    settings = {"num_workers": 0, "bucket_of": getattr(data, "bucket_of", None), **settings}
-    launch_data_process_task(Accelerator(cpu=True), data, model or Toy(), ModelLogger(out), **settings)
+    toy.process(out, data or Images(6, mixed=True), model, **settings)
     return Encode.runs - before
 
 
 def losses(out: Path, data: Any, model: Toy | None = None, **settings: Any) -> list[float]:
-    settings = {"num_workers": 0, "save_steps": 100, "batch_size": 2, "num_epochs": 2, **settings}
-    launch_training_task(Accelerator(cpu=True), data, model or Toy(), ModelLogger(out), 1e-2, **settings)
-    return [event["loss"] for event in read_log(out / "log.jsonl") if event["event"] == "step"]
+    settings = {"save_steps": 100, "batch_size": 2, "num_epochs": 2, **settings}
+    return [loss for (loss,) in toy.steps(toy.train(out, model, data, **settings), "loss")]
 
 
 def test_two_stages_train_as_one_from_a_folder_or_a_url(tmp_path: Path) -> None:
@@ -191,25 +187,21 @@ def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
 def test_files_of_another_number_of_processes_are_reused_or_replaced(tmp_path: Path) -> None:
     """No stale sample of a process that no longer exists is trained on."""
 
-    def store(model: Own) -> None:
-        launch_data_process_task(None, Images(6), model, ModelLogger(tmp_path), num_workers=0)
-
-    store(Own("data_process"))
+    toy.process(tmp_path, model=Own("data_process"))
     other = tmp_path / "1"
     other.mkdir()
     for number in (1, 3, 5):
         for suffix in (".json", ".pth"):
             (tmp_path / "0" / f"{number}{suffix}").rename(other / f"{number}{suffix}")
     before = (other / "3.pth").stat().st_mtime_ns
-    store(Own("data_process"))
+    toy.process(tmp_path, model=Own("data_process"))
     assert (other / "3.pth").stat().st_mtime_ns == before
     changed = Own("data_process")
     with torch.no_grad():
         changed.pipe.vae.weight += 1
-    store(changed)
+    data = toy.process(tmp_path, model=changed)
     assert not (other / "3.pth").exists()
-    expected = changed.pipe.vae(Images(6)[3]["image"][None])
-    assert torch.equal(ProcessedDataset(tmp_path)[3][0]["latents"], expected)
+    assert torch.equal(data[3][0]["latents"], changed.pipe.vae(Images(6)[3]["image"][None]))
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
@@ -217,5 +209,5 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     leftovers = [leave(tmp_path / name) for name in names]
     process(tmp_path)
     leftovers += [leave(tmp_path / "files" / name) for name in ("manifest.json", "0/3.json", "1/4.pth")]
-    launch_data_process_task(None, Images(2), Own("data_process"), ModelLogger(tmp_path / "files"), num_workers=0)
+    toy.process(tmp_path / "files", Images(2), Own("data_process"))
     assert not [path for path in leftovers if path.exists()]

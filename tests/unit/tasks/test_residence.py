@@ -11,13 +11,14 @@ from sd3_light.cost.gpu_memory import CONTEXT_BYTES
 from sd3_light.data.reader import ShardReader
 from sd3_light.data.resident import ResidentCache
 from sd3_light.engines import Launch
-from sd3_light.tasks import ModelLogger, ProcessedDataset, launch_data_process_task
+from sd3_light.tasks import ModelLogger, ProcessedDataset
 from sd3_light.tasks.batches import SampleOrder, TaskBatches, item_of
 from sd3_light.tasks.call import TaskCall
 from sd3_light.tasks.cost import cost_of
 from sd3_light.tasks.residence import add_resident, cost_beside_shards
 from sd3_light.tasks.settings import TaskSettings
 from sd3_light.train.residence import TrainingProcess, room_for_cache
+from tests.unit.tasks import toy
 from tests.unit.tasks.test_custom_forward import Own
 from tests.unit.tasks.test_process import losses, process
 from tests.unit.tasks.toy import Images, Toy
@@ -41,8 +42,7 @@ def texts(count: int = 7, mixed: bool = False) -> list[dict[str, Any]]:
 
 
 def processed(out: Path, mixed: bool = False) -> ProcessedDataset:
-    launch_data_process_task(None, texts(mixed=mixed), Texts(), ModelLogger(out), num_workers=0, shard_size=3)  # type: ignore[arg-type]
-    return ProcessedDataset(out)
+    return toy.process(out, texts(mixed=mixed), Texts(), shard_size=3)
 
 
 @pytest.mark.parametrize("residence", ["host", "device"])
@@ -58,13 +58,9 @@ def test_shards_in_memory_train_as_streamed(tmp_path: Path, residence: str, monk
     assert data.resident is None, "the memory is free after the task"
     losses(tmp_path / "auto", data, Texts(), num_epochs=1)
     assert len(reads) >= 7
-
-
-def test_two_sizes_are_in_memory(tmp_path: Path) -> None:
-    process(tmp_path / "cache", Images(6, mixed=True))
-    data = ProcessedDataset(tmp_path / "cache")
-    expected = losses(tmp_path / "stream", data, num_workers=1)
-    assert losses(tmp_path / "host", data, num_workers=1, cache_residence="host") == expected
+    data = toy.process(tmp_path / "sizes", Images(6, mixed=True))
+    expected = losses(tmp_path / "one", data, num_workers=1)
+    assert losses(tmp_path / "two", data, num_workers=1, cache_residence=residence) == expected
 
 
 @pytest.mark.parametrize("mixed", [False, True])

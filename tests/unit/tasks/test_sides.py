@@ -9,18 +9,10 @@ import torch
 from PIL import Image
 
 from sd3_light.config.faults import UserError
-from sd3_light.runlog import read_log
-from sd3_light.tasks import (
-    DiffusionTrainingModule,
-    ImageFolder,
-    ModelLogger,
-    PipelineUnit,
-    ProcessedDataset,
-    launch_data_process_task,
-    launch_training_task,
-)
+from sd3_light.tasks import DiffusionTrainingModule, ImageFolder, PipelineUnit, ProcessedDataset
 from sd3_light.tasks.sides import Sides, parse_sides
-from tests.unit.tasks.toy import Toy
+from tests.unit.tasks import toy
+from tests.unit.tasks.toy import Toy, process
 
 KEYS: dict[str, Any] = {"resolutions": [32], "validation": True}
 
@@ -62,8 +54,7 @@ class Recorded(ImageFolder):
 
 
 def train(out: Path, data: Any, **settings: Any) -> list[dict[str, Any]]:
-    launch_training_task(None, data, PixelToy(), ModelLogger(out), num_workers=0, engine="torch", **settings)
-    return list(read_log(out / "log.jsonl"))
+    return toy.train(out, PixelToy(), data, engine="torch", **settings)
 
 
 def test_training_leaves_out_evaluated(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,8 +64,7 @@ def test_training_leaves_out_evaluated(folder: Path, tmp_path: Path, capsys: pyt
     held = data.sides.indices("validation")
     assert len(held) == 2
     events = train(tmp_path / "out", data, eval_steps=5, num_epochs=1)
-    steps = [event for event in events if event["event"] == "step"]
-    assert len(steps) == 10, "an epoch of the others"
+    assert len(toy.steps(events)) == 10, "an epoch of the others"
     assert [event["set"] for event in events if event["event"] == "eval"] == ["validation", "validation"]
     assert set(data.seen) == set(range(12))
     alone = Recorded(folder, **KEYS)
@@ -87,8 +77,7 @@ def test_training_leaves_out_evaluated(folder: Path, tmp_path: Path, capsys: pyt
 
 def test_two_stages_hold_out_the_same_images(folder: Path, tmp_path: Path) -> None:
     data = ImageFolder(folder, **KEYS)
-    launch_data_process_task(None, data, PixelToy(), ModelLogger(tmp_path / "cache"), num_workers=0, shard_size=5)
-    processed = ProcessedDataset(tmp_path / "cache")
+    processed = process(tmp_path / "cache", data, PixelToy(), shard_size=5)
     assert processed.sides == data.sides
     there = ProcessedDataset((tmp_path / "cache").as_uri(), stream_cache_dir=tmp_path / "fetched")
     assert there.sides == data.sides
@@ -107,8 +96,7 @@ def test_two_stages_hold_out_the_same_images(folder: Path, tmp_path: Path) -> No
 def test_a_folder_that_is_not_divided_stays_so(folder: Path, tmp_path: Path) -> None:
     data = ImageFolder(folder, resolutions=[32])
     assert data.sides is None
-    launch_data_process_task(None, data, PixelToy(), ModelLogger(tmp_path / "cache"), num_workers=0)
-    assert ProcessedDataset(tmp_path / "cache").sides is None
+    assert process(tmp_path / "cache", data, PixelToy()).sides is None
     with pytest.raises(UserError, match="eval_steps needs eval_dataset beside it, or ImageFolder with validation"):
         train(tmp_path / "out", data, eval_steps=5)
     data = ImageFolder(folder, resolutions=[32, 64], validation=True)

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -19,11 +18,11 @@ from sd3_light.engines import Launch
 from sd3_light.engines.prefetch import DeviceSender, prefetch_steps
 from sd3_light.engines.torch import micro_losses
 from sd3_light.model.device_copy import to_device
-from sd3_light.runlog import read_log
-from sd3_light.tasks import DiffusionTrainingModule, ModelLogger, PipelineUnit, drop_text, launch_training_task, unit
+from sd3_light.tasks import DiffusionTrainingModule, PipelineUnit, drop_text, unit
 from sd3_light.tasks.batches import SampleOrder, TaskBatches, item_of
 from sd3_light.tasks.models import UnitModel
 from sd3_light.tasks.prepare import batch_values, rows_of, sample_values
+from tests.unit.tasks import toy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -194,10 +193,8 @@ class Items(list[Any]):
 
 
 def train(out: Path, model: Model, data: Any, **settings: Any) -> list[Any]:
-    settings = {"batch_size": 2, "max_steps": 4, "num_workers": 0, "save_steps": 9, "num_epochs": 2, **settings}
-    launch_training_task(Accelerator(cpu=True), data, model, ModelLogger(out), 1e-2, **settings)
-    events = [event for event in read_log(out / "log.jsonl") if event["event"] == "step"]
-    return [(event["loss"], event["grad_norm"]) for event in events]
+    settings = {"batch_size": 2, "max_steps": 4, "save_steps": 9, "num_epochs": 2, **settings}
+    return toy.steps(toy.train(out, model, data, **settings), "loss", "grad_norm")
 
 
 @pytest.mark.parametrize("case", ["no units", "text dropout"])

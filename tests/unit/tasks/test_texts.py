@@ -8,14 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from sd3_light.config.faults import UserError
-from sd3_light.tasks import (
-    DiffusionTrainingModule,
-    ModelLogger,
-    ProcessedDataset,
-    drop_text,
-    launch_data_process_task,
-    unit,
-)
+from sd3_light.tasks import DiffusionTrainingModule, drop_text, unit
+from tests.unit.tasks.toy import process
 
 CALLS: list[str] = []
 
@@ -72,8 +66,7 @@ def test_a_data_process_stores_both_texts(tmp_path: Path) -> None:
     samples = [sample(index) for index in range(8)]
     module = Module()
     expected = module.each(samples)
-    launch_data_process_task(None, [item["data"] for item in samples], module, ModelLogger(tmp_path), num_workers=0)
-    data = ProcessedDataset(tmp_path)
+    data = process(tmp_path, [item["data"] for item in samples], module)
     CALLS.clear()
     stored = [{**item, "data": data[index]} for index, item in enumerate(samples)]
     assert torch.equal(module.each(stored), expected)

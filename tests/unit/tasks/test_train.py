@@ -4,9 +4,11 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -28,26 +30,17 @@ from sd3_light.export import convert
 from sd3_light.export import verb as export_verb
 from sd3_light.export.chosen import choose_model
 from sd3_light.flow.objective import BAND_NAMES
-from sd3_light.runlog import read_log
 from sd3_light.tasks import FlowMatchSFTLoss, ModelLogger, launch_training_task
 from sd3_light.tasks.models import UnitModel
 from sd3_light.tasks.prepare import rows_of
 from sd3_light.tasks.settings import TaskSettings
 from tests.leftovers import leave
-from tests.unit.tasks.toy import Images, PackageLogger, Toy
+from tests.unit.tasks.toy import Images, PackageLogger, Toy, steps, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def run(out: Path, model: Toy | None = None, data: Any = None, **settings: Any) -> list[dict[str, Any]]:
-    """Train the toy; return the log's events."""
-    settings = {"learning_rate": 1e-2, "num_workers": 0, "save_steps": 100, **settings}
-    launch_training_task(Accelerator(cpu=True), data or Images(), model or Toy(), ModelLogger(out), **settings)
-    return list(read_log(out / "log.jsonl"))
-
-
-def steps(events: list[dict[str, Any]], *keys: str) -> list[tuple[Any, ...]]:
-    return [tuple(event[key] for key in ("step", *keys)) for event in events if event["event"] == "step"]
+run = partial(train, save_steps=100)
 
 
 def saved(folder: Path) -> set[str]:
@@ -60,9 +53,8 @@ def test_a_task_trains_and_logs_its_steps(tmp_path: Path) -> None:
     events = run(tmp_path, model, num_epochs=3, batch_size=2, max_steps=10)
     (start,) = (event for event in events if event["event"] == "start")
     assert (start["total"], start["version"]) == (10, __version__)
-    assert [event["samples"] for event in events if event["event"] == "step"] == [2 * n for n in range(1, 11)]
-    assert {rate for _, rate in steps(events, "lr")} == {1e-2}, "constant from the first step on"
-    assert all(norm > 0 for _, norm in steps(events, "grad_norm"))
+    assert steps(events, "samples", "lr") == [(2 * n, 1e-2) for n in range(1, 11)], "constant from the first step on"
+    assert all(norm > 0 for (norm,) in steps(events, "grad_norm"))
     assert torch.equal(model.encoder.weight, frozen), "everything outside the denoiser is frozen"
     file = load_file(tmp_path / "step-10.safetensors")
     assert all(torch.equal(file[name], weight) for name, weight in model.transformer.state_dict().items())
@@ -83,7 +75,10 @@ def test_a_task_trains_and_logs_its_steps(tmp_path: Path) -> None:
 def test_saves_by_epoch_by_step_and_by_a_custom_hook(tmp_path: Path) -> None:
     run(tmp_path / "epochs", save_steps=None, num_epochs=2, batch_size=4)
     assert saved(tmp_path / "epochs") == {"epoch-0", "epoch-1"}
+    (tmp_path / "steps").mkdir()
+    (tmp_path / "steps" / "step-3.safetensors").write_bytes(b"of another program")
     run(tmp_path / "steps", save_steps=3, batch_size=2)
+    assert load_file(tmp_path / "steps" / "step-3.safetensors"), "a stale file is replaced"
     assert saved(tmp_path / "steps") == {"step-3", "step-4"}
     called: list[int] = []
 
@@ -92,8 +87,7 @@ def test_saves_by_epoch_by_step_and_by_a_custom_hook(tmp_path: Path) -> None:
             called.append(self.num_steps)
             super().on_step_end(accelerator, model, save_steps)
 
-    settings: dict[str, Any] = {"learning_rate": 1e-2, "num_workers": 0, "save_steps": 2, "batch_size": 2}
-    launch_training_task(Accelerator(cpu=True), Images(), Toy(), Hook(tmp_path / "hook"), **settings)
+    train(tmp_path / "hook", logger=Hook(tmp_path / "hook"), save_steps=2, batch_size=2)
     assert called == [0, 1, 2, 3]
     assert saved(tmp_path / "hook") == {"step-2", "step-4"}
     seen: list[int] = []
@@ -127,8 +121,7 @@ def test_the_last_step_is_always_saved_and_once(tmp_path: Path, kind: Any) -> No
 
     def files(name: str, **settings: Any) -> list[str]:
         logger, model = kind(tmp_path / name), Toy()
-        settings = {"learning_rate": 1e-2, "num_workers": 0, "batch_size": 2, "num_epochs": 2, **settings}
-        launch_training_task(Accelerator(cpu=True), Images(), model, logger, **settings)
+        train(tmp_path / name, model, logger=logger, **{"batch_size": 2, "num_epochs": 2, **settings})
         if settings.get("ema_decay") is None and logger.files:
             file = load_file(tmp_path / name / f"{logger.files[-1]}.safetensors")
             state = model.transformer.state_dict()
@@ -162,14 +155,6 @@ def test_the_last_step_is_always_saved_and_once(tmp_path: Path, kind: Any) -> No
     )
 
 
-def test_a_stale_file_is_replaced_and_what_a_killed_task_left_is_removed(tmp_path: Path) -> None:
-    leftover = leave(tmp_path / "step-5.safetensors")
-    (tmp_path / "step-3.safetensors").write_bytes(b"of another program")
-    run(tmp_path, save_steps=None, max_steps=3, batch_size=2)
-    assert load_file(tmp_path / "step-3.safetensors")
-    assert not leftover.exists()
-
-
 def test_a_signal_ends_a_script_with_one_line_and_exit_code_75(tmp_path: Path) -> None:
     """The step after the signal is the last. A script that catches the exception continues."""
     root = Path(__file__).parents[3]
@@ -189,10 +174,12 @@ def test_the_file_save_quit_ends_a_script_with_exit_code_0(tmp_path: Path, monke
     """As it ends the train stage."""
     monkeypatch.setattr("sd3_light.checkpoint.requests.FILE_CHECK_SECONDS", 0.0)
     (tmp_path / "save_quit").touch()
+    leftover = leave(tmp_path / "step-5.safetensors")
     with pytest.raises(Stopped, match="save_quit at step 1 of 4; resume=True continues") as stopped:
         run(tmp_path, batch_size=2)
     assert isinstance(stopped.value, SystemExit)
     assert stopped.value.code == 0
+    assert not leftover.exists(), "what a killed task left"
 
 
 def test_accumulation_equals_the_larger_batch(tmp_path: Path) -> None:
@@ -201,7 +188,7 @@ def test_accumulation_equals_the_larger_batch(tmp_path: Path) -> None:
     parts = steps(run(tmp_path / "parts", batch_size=2, gradient_accumulation_steps=2, **settings), "loss", "grad_norm")
     workers = steps(run(tmp_path / "w", batch_size=4, num_workers=1, **settings), "loss", "grad_norm")
     assert len(whole) == 4
-    assert [number for step in parts for number in step] == pytest.approx([n for step in whole for n in step], rel=1e-5)
+    assert np.array(parts) == pytest.approx(np.array(whole), rel=1e-5)
     assert workers == whole
 
 
@@ -216,20 +203,12 @@ def test_an_interrupted_task_resumes_exactly(tmp_path: Path, adapter: bool) -> N
     run(tmp_path / "broken", model(), max_steps=3, **settings)
     events = run(tmp_path / "broken", model(), resume=True, **settings)
     assert [event["event"] for event in events if event["event"] in ("start", "resume")] == ["start", "resume"]
-    assert steps(events, "loss", "lr", "grad_norm") == steps(whole, "loss", "lr", "grad_norm")
+    assert steps(events, "step", "loss", "lr", "grad_norm") == steps(whole, "step", "loss", "lr", "grad_norm")
     ends = [open_checkpoint(tmp_path / name / "checkpoints" / "step-00000008") for name in ("whole", "broken")]
     assert len(ends[0].shapes) == (4 if adapter else 2) * 5
     assert all(torch.equal(ends[0].tensor(name), ends[1].tensor(name)) for name in ends[0].shapes)
     with pytest.raises(UserError, match="in other batches or with another seed"):
         run(tmp_path / "broken", model(), resume=True, **{**settings, "batch_size": 4})
-
-
-@pytest.mark.parametrize("drawn", [[], [1], 1])
-def test_something_else_than_an_image_or_frames_is_an_error(tmp_path: Path, drawn: Any) -> None:
-    with pytest.raises(
-        UserError, match=r"returned a (list|int); return a PIL image, a list of them \(a video\), or None"
-    ):
-        run(tmp_path, Toy(), draw=lambda model: drawn, draw_steps=4, max_steps=4)
 
 
 def test_evaluation_and_images_use_the_average(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -253,6 +232,9 @@ def test_evaluation_and_images_use_the_average(tmp_path: Path, capsys: pytest.Ca
     run(tmp_path / "frames", Toy(), draw=lambda model: frames, draw_steps=4, max_steps=4)
     with Image.open(tmp_path / "frames" / "samples" / "step-00000004.gif") as video:
         assert video.n_frames == 5
+    for number, drawn in enumerate(([], [1], 1)):
+        with pytest.raises(UserError, match=r"returned a (list|int); return a PIL image, a list of them \(a video\)"):
+            run(tmp_path / f"{number}", draw=lambda model, drawn=drawn: drawn, draw_steps=1, max_steps=1)
 
 
 def test_validation_at_fixed_times_does_not_depend_on_the_distribution(tmp_path: Path) -> None:
@@ -287,7 +269,7 @@ class OtherLoss:
 
 def test_args_override_and_unknown_settings_are_named(tmp_path: Path) -> None:
     args = Namespace(learning_rate=1e-3, num_epochs=2, lora_rank=None, batch_size=4)
-    assert steps(run(tmp_path / "args", args=args), "lr") == [(step, 1e-3) for step in range(1, 5)]
+    assert steps(run(tmp_path / "args", args=args), "lr") == [(1e-3,)] * 4
     with pytest.raises(UserError, match="does not know 'batchsize'"):
         run(tmp_path / "unknown", batchsize=4)
     with pytest.raises(UserError, match="batch_size is 0; give an integer >= 1"):
@@ -316,13 +298,7 @@ def test_unsupported_accelerators_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="reports 2 processes, torch 1"):
         engine_file.launch_from_accelerator(fake)
     with pytest.raises(UserError, match="gradient_accumulation_steps is 3 here and 2 in the Accelerator"):
-        launch_training_task(
-            Accelerator(cpu=True, gradient_accumulation_steps=2),
-            Images(),
-            Toy(),
-            ModelLogger(tmp_path),
-            gradient_accumulation_steps=3,
-        )
+        train(tmp_path, accelerator=Accelerator(gradient_accumulation_steps=2), gradient_accumulation_steps=3)
     model = Toy()
     model.transformer.requires_grad_(False)
     with pytest.raises(UserError, match="nothing to train"):
@@ -333,21 +309,11 @@ def test_unsupported_accelerators_are_rejected(tmp_path: Path) -> None:
 
 def test_an_engine_without_an_accelerator_trains_the_same(tmp_path: Path) -> None:
     expected = steps(run(tmp_path / "one", batch_size=4), "loss", "grad_norm")
-    launch_training_task(
-        None,
-        Images(),
-        Toy(),
-        ModelLogger(tmp_path / "two"),
-        1e-2,
-        num_workers=0,
-        save_steps=9,
-        batch_size=4,
-        engine="torch",
-    )
-    assert steps(list(read_log(tmp_path / "two" / "log.jsonl")), "loss", "grad_norm") == expected
+    alone: dict[str, Any] = {"accelerator": None, "engine": "torch"}
+    assert steps(run(tmp_path / "two", batch_size=4, **alone), "loss", "grad_norm") == expected
     # it uses one, also with an engine that needs none.
     model, logger = Toy(), PackageLogger(tmp_path / "package")
-    launch_training_task(None, Images(), model, logger, num_workers=0, max_steps=2, engine="torch")  # type: ignore[arg-type]
+    train(tmp_path / "package", model, logger=logger, max_steps=2, **alone)
     assert logger.files == ["step-2"]
     file = load_file(tmp_path / "package" / "step-2.safetensors")
     assert all(
@@ -368,19 +334,10 @@ def test_bf16_narrows_frozen_weights_but_not_the_adapter(
 
     def train(out: str, **more: Any) -> tuple[Toy, list[Any]]:
         model = Toy(adapter=True)
-        settings: dict[str, Any] = {"num_workers": 0, "batch_size": 4, "num_epochs": 2, "save_steps": 9}
-        launch_training_task(
-            Accelerator(cpu=True, mixed_precision="bf16"),
-            Images(),
-            model,
-            CustomLogger(tmp_path / out),
-            1e-2,
-            draw_steps=4,
-            draw=lambda model: seen.append(model.transformer(x).isfinite().all()),
-            **settings,
-            **more,
-        )
-        return model, steps(list(read_log(tmp_path / out / "log.jsonl")), "loss", "grad_norm")
+        settings: dict[str, Any] = {"accelerator": Accelerator(cpu=True, mixed_precision="bf16"), "batch_size": 4}
+        settings |= {"draw": lambda model: seen.append(model.transformer(x).isfinite().all()), "draw_steps": 4}
+        events = run(tmp_path / out, model, logger=CustomLogger(tmp_path / out), num_epochs=2, **settings, **more)
+        return model, steps(events, "loss", "grad_norm")
 
     AcceleratorState._reset_state(reset_partial_state=True)
     model, losses = train("narrow")
@@ -430,8 +387,8 @@ def test_padding_is_not_counted_in_validation() -> None:
     assert count == 2
 
 
-def test_several_averages_are_validated_saved_and_resumed(tmp_path: Path) -> None:
-    """With the keys of [ema]; a resumed task ends with the same files."""
+def test_several_averages_are_validated_saved_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the keys of [ema]; a resumed task ends with the same files, and an average may begin later."""
     tracks = {"decay": 0.5, "update_every": 1, "track": [{"name": "long", "decay": 0.9}]}
     settings: dict[str, Any] = {"ema": tracks, "batch_size": 2, "eval_dataset": Images(2), "eval_steps": 4}
     settings |= {"save_steps": None}
@@ -448,16 +405,12 @@ def test_several_averages_are_validated_saved_and_resumed(tmp_path: Path) -> Non
         run(tmp_path / "both", ema=tracks, ema_decay=0.5)
     with pytest.raises(UserError, match=r"ema is .*; give the keys of \[ema\]"):
         run(tmp_path / "wrong", ema={"dekay": 0.5})
-
-
-def test_an_average_may_begin_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(tmp_path, max_steps=2, ema_decay=0.5)
-    before = load_file(tmp_path / "step-2.safetensors")
+    run(tmp_path / "later", max_steps=2, ema_decay=0.5)
     tracks = {"decay": 0.5, "track": [{"name": "late", "decay": 0.999}]}
-    run(tmp_path, max_steps=3, ema=tracks, resume=True)
+    run(tmp_path / "later", max_steps=3, ema=tracks, resume=True)
     assert "has no average 'late': it starts from the current weights" in capsys.readouterr().err
-    late = load_file(tmp_path / "step-3.late.safetensors")
-    assert before.keys() == late.keys()
+    names = [load_file(tmp_path / "later" / f"{name}.safetensors").keys() for name in ("step-2", "step-3.late")]
+    assert names[0] == names[1]
 
 
 class Energy(Objective):
@@ -493,18 +446,18 @@ def test_an_objective_of_the_core_trains_a_task(tmp_path: Path) -> None:
     assert first["loss"] == pytest.approx(first["flow"] + 0.5 * first["energy"], rel=1e-6)
     assert first["band"]
     torch.manual_seed(0)
-    plain = [loss for _, loss in steps(run(tmp_path / "plain", model(None), batch_size=2), "loss")]
+    plain = np.array(steps(run(tmp_path / "plain", model(None), batch_size=2), "loss"))
     torch.manual_seed(0)
-    alone = [loss for _, loss in steps(run(tmp_path / "alone", model(Energy()), batch_size=2), "loss")]
-    assert alone == pytest.approx(plain)
+    assert np.array(steps(run(tmp_path / "alone", model(Energy()), batch_size=2), "loss")) == pytest.approx(plain)
 
 
 @pytest.mark.parametrize("best", [False, True])
 def test_other_verbs_name_the_newest_file_of_a_script(tmp_path: Path, best: bool) -> None:
     folder = tmp_path / "run"
     run(folder, max_steps=1)
-    for name in ("step-9", "step-10", "step-10.long"):  # in the order in which they are written
+    for number, name in enumerate(("step-9", "step-10", "step-10.long")):  # in the order in which they are written
         (folder / f"{name}.safetensors").write_bytes(b"")
+        os.utime(folder / f"{name}.safetensors", (2e9 + number, 2e9 + number))
     message = (
         r"saved step-10.safetensors there; use that file: a LoRA with `sd3-light sample MODEL PROMPT --lora .*run/s"
     )

@@ -6,18 +6,17 @@ import re
 import signal
 import time
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import get_worker_info
 
 from sd3_light.checkpoint.store import write_part
 from sd3_light.config.faults import Stopped, UserError
-from sd3_light.runlog import read_log
 from sd3_light.tasks import (
     DiffusionTrainingModule,
     FlowMatchDPOLoss,
@@ -25,21 +24,13 @@ from sd3_light.tasks import (
     ModelLogger,
     PipelineUnit,
     ProcessedDataset,
-    launch_data_process_task,
     launch_training_task,
     unit,
 )
 from sd3_light.tasks.train import aborting_on_error
-from tests.unit.tasks.toy import Encode, Images, Toy
+from tests.unit.tasks.toy import Encode, Images, Toy, process, train
 
-
-def run(out: Path, model: Any = None, data: Any = None, **settings: Any) -> list[Any]:
-    defaults: dict[str, Any] = {"num_workers": 0, "save_steps": 100, "batch_size": 2, "max_steps": 3, "num_epochs": 9}
-    logger = settings.pop("logger", None) or ModelLogger(out)
-    accelerator = Accelerator(cpu=True)
-    data = Images() if data is None else data
-    launch_training_task(accelerator, data, model or Toy(), logger, 1e-2, **{**defaults, **settings})
-    return list(read_log(out / "log.jsonl"))
+run = partial(train, save_steps=100, batch_size=2, max_steps=3, num_epochs=9)
 
 
 def error_of(call: Any) -> str:
@@ -90,24 +81,15 @@ class Bare(DiffusionTrainingModule):
         self.encoder = nn.Conv2d(3, 3, 1)
 
 
-class WrongShape(Toy):
-    def denoise(self, noisy: Any, t: Any, inputs: Any) -> Any:
-        return self.transformer(noisy)[:, :1]
+def changed(**attributes: Any) -> Toy:
+    """Return a toy with other attributes; `denoise` gets the module too."""
+    return type("Changed", (Toy,), attributes)()
 
 
-class UnusedWeights(Toy):
-    def denoise(self, noisy: Any, t: Any, inputs: Any) -> Any:
-        return noisy * 0
-
-
-class ExtraWeights(Toy):
-    def __init__(self) -> None:
-        super().__init__()
-        self.transformer.spare = nn.Linear(2, 2)
-
-
-class MissingInput(Toy):
-    reads = ("text",)
+def with_spare_weights() -> Toy:
+    model = Toy()
+    model.transformer.spare = nn.Linear(2, 2)
+    return model
 
 
 class ReturnsNone(PipelineUnit):
@@ -136,10 +118,19 @@ def broken(module: Any, image: Any) -> Any:
         (lambda: Bare(misspelt), "unit misspelt uses 'vea', which the module does not have; set self.vea"),
         (lambda: Bare(broken), "unit broken raised"),
         (lambda: Bare(Encode(), ReturnsNone()), "units Encode and ReturnsNone both write 'latents'"),
-        (WrongShape, "denoise returned (2, 1, 4, 4) for latents of (2, 3, 4, 4)"),
-        (UnusedWeights, "the loss depends on no weight that trains"),
-        (ExtraWeights, "no gradient reached spare.weight of the denoiser"),
-        (MissingInput, "'text' is read, but it is neither in the data nor written by a unit"),
+        (
+            lambda: changed(denoise=lambda self, noisy, t, inputs: self.transformer(noisy)[:, :1]),
+            "denoise returned (2, 1, 4, 4) for latents of (2, 3, 4, 4)",
+        ),
+        (
+            lambda: changed(denoise=lambda self, noisy, t, inputs: noisy * 0),
+            "the loss depends on no weight that trains",
+        ),
+        (with_spare_weights, "no gradient reached spare.weight of the denoiser"),
+        (
+            lambda: changed(reads=("text",)),
+            "'text' is read, but it is neither in the data nor written by a unit",
+        ),
         (lambda: Bare(Encode(), loss=lambda *inputs: 0), "derive it from FlowMatchSFTLoss"),
     ],
 )
@@ -312,12 +303,6 @@ def test_a_folder_holds_one_task(tmp_path: Path) -> None:
     )
 
 
-def process(out: Path, model: Any = None, data: Any = None) -> ProcessedDataset:
-    dataset: Any = Images(6) if data is None else data
-    launch_data_process_task(Accelerator(cpu=True), dataset, model or Toy(), ModelLogger(out), num_workers=0)
-    return ProcessedDataset(out)
-
-
 def test_processed_data_of_other_units_are_rejected(tmp_path: Path) -> None:
     """Changed weights are an error; parts that the second stage does not load are not checked."""
     data, model = process(tmp_path / "data"), Toy()
@@ -345,7 +330,7 @@ def test_units_of_one_class_are_distinguished(tmp_path: Path) -> None:
         return toy
 
     raw = [{"image": torch.ones(3, 4, 4) * n, "control": torch.ones(3)} for n in range(4)]
-    data = process(tmp_path / "data", model(2.0), raw)
+    data = process(tmp_path / "data", raw, model(2.0))
     run(tmp_path / "same", model(2.0), data)
     assert "by unit Scaled with another 'settings'" in error_of(lambda: run(tmp_path / "other", model(3.0), data))
     data = [{"image": torch.full((3, 4, 4), math.nan)}] * 4

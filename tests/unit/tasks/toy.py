@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from sd3_light.runlog import read_log
 from sd3_light.tasks import (
     DiffusionTrainingModule,
     ModelLogger,
@@ -64,6 +65,30 @@ class Toy(DiffusionTrainingModule):
     def denoise(self, noisy: Tensor, t: Tensor, inputs: Any) -> Tensor:
         velocity: Tensor = self.transformer(noisy).reshape(noisy.shape)
         return velocity
+
+
+def train(
+    out: Path, model: Any = None, data: Any = None, logger: Any = None, accelerator: Any = "cpu", **settings: Any
+) -> list[dict[str, Any]]:
+    """Train a module, by default the toy, without workers; return the log's events."""
+    settings = {"learning_rate": 1e-2, "num_workers": 0, **settings}
+    accelerator = Accelerator(cpu=True) if accelerator == "cpu" else accelerator
+    dataset = Images() if data is None else data
+    launch_training_task(accelerator, dataset, model or Toy(), logger or ModelLogger(out), **settings)
+    return list(read_log(out / "log.jsonl"))
+
+
+def steps(events: list[dict[str, Any]], *keys: str) -> list[tuple[Any, ...]]:
+    """Return values of each step."""
+    return [tuple(event[key] for key in keys) for event in events if event["event"] == "step"]
+
+
+def process(out: Path, data: Any = None, model: Any = None, **settings: Any) -> ProcessedDataset:
+    """Process data, by default of the toy, without workers; return the result."""
+    dataset = Images(6) if data is None else data
+    settings = {"num_workers": 0, **settings}
+    launch_data_process_task(Accelerator(cpu=True), dataset, model or Toy(), ModelLogger(out), **settings)
+    return ProcessedDataset(out)
 
 
 class PackageLogger:

@@ -29,8 +29,8 @@ def test_axes_have_their_cells_and_labels(tmp_path: Path) -> None:
         ((file, strength), ("other.safetensors:0.25", None)) for strength in (-1.0, 0.0, 1.0)
     ]
     assert [cell.prompt for cell in cells[::3]] == ["a cat on a cat", "a dog on a dog", "a  on a "]
-    assert [request.rows.label(at) for at in range(3)] == ["cat", "dog", "(without)"]
-    assert [request.columns.label(at) for at in range(3)] == ["LoRA -1", "LoRA 0", "LoRA 1"]
+    assert request.rows.labels == ["cat", "dog", "(without)"]
+    assert request.columns.labels == ["LoRA -1", "LoRA 0", "LoRA 1"]
     file = tmp_path / "style: 1.safetensors"
     file.touch()
     request = parse_request(FORM | {"chosen_loras": {"l": "0.5"}}, MODELS, {"l": ("style", file)})
@@ -81,7 +81,7 @@ def test_an_axis_replaces_the_value_of_the_form(axis: str, text: str, values: li
         ({"chosen_loras": {"l": "much"}}, "style.safetensors is 'much'"),
         ({"columns_values": "\ud800"}, "half of a surrogate pair"),
         *(({name: "a \ud800 b"}, f"{name} contains half of a") for name in ("prompt", "negative_prompt", "loras")),
-        ({"models": []}, "no model is chosen"),
+        *(({"models": models}, "no model is chosen") for models in ([], "all", [["a"]], None)),
         ({"prompt": " "}, "the prompt is empty"),
         ({"seeds": "-1"}, "'-1' is not a seed"),
         ({"seeds": "1, 8-5"}, "'8-5' is not a seed"),

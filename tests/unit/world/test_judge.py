@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFilter
 
-from sd3_light.world import draw_scene, draw_square_image, judge, render_scene
+from sd3_light.world import draw_scene, judge, render_scene
 from sd3_light.world.judge import compare, detect_scene
 from sd3_light.world.scene import COLOURS, SCENE_KINDS, SHAPES, Item, Scene, canonical_scene
 from tests.cases import combinations
@@ -53,8 +53,10 @@ def test_rendered_images_are_judged_correctly(kind: str) -> None:
 
 @pytest.mark.parametrize("damage", [lambda image: image, _blurred, _noisy, _compressed])
 def test_large_images_are_judged_correctly(damage: Callable[[Image.Image], Image.Image]) -> None:
-    drawn = [draw_square_image(index, 0, 512, hard=False, held_out=index % 2 == 0) for index in range(12)]
-    assert all(judge(damage(image), scene).all for image, scene in drawn)
+    rng = np.random.default_rng(0)
+    for index in range(12):
+        scene = draw_scene(rng, held_out=index % 2 == 0)
+        assert judge(damage(render_scene(scene, 512, 512, rng)), scene).all
 
 
 @pytest.mark.parametrize(

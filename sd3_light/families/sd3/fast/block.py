@@ -1,7 +1,7 @@
 """One joint block with a hand-written forward and backward pass.
 
 A block does not add its last product to the stream. It stays pending (`reference.PendingUpdate`): the next reader adds
-it and norms the sum in one pass. Shapes: M rows of a stream, D width, B samples; see `row_plan.py`.
+it and norms the sum in one pass. Shapes: M rows of a stream, D width, B samples; see `row_layout.py`.
 
 Activations of one stream, in order:
     x1         stream after the pending update of the previous block
@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from sd3_light.families.sd3.fast.fp8 import Fp8Rows, Operand, RowForm
 from sd3_light.families.sd3.fast.operations import operations
 from sd3_light.families.sd3.fast.reference import PendingUpdate
-from sd3_light.families.sd3.fast.row_plan import RowPlan, Rows
+from sd3_light.families.sd3.fast.row_layout import RowLayout, Rows
 from sd3_light.families.sd3.fast.sample_attention import attend
 from sd3_light.families.sd3.fast.weights import LinearCopy, StreamWeights, weight_grad
 
@@ -96,12 +96,12 @@ class _Attention:
         for leaf in self.leaves:
             leaf.untyped_storage().resize_(0)
 
-    def restore(self, streams: "Streams", saved: list[_Activations], heads: int, plan: RowPlan) -> None:
+    def restore(self, streams: "Streams", saved: list[_Activations], heads: int, layout: RowLayout) -> None:
         """Recompute the leaves."""
         for leaf in self.leaves:
             leaf.untyped_storage().resize_(leaf.numel() * leaf.itemsize)
         # through `data`, so that autograd does not count it as an in-place change
-        _join(streams, saved, heads, plan, tuple(leaf.data for leaf in self.leaves))
+        _join(streams, saved, heads, layout, tuple(leaf.data for leaf in self.leaves))
 
 
 class FastBlock(torch.autograd.Function):
@@ -110,20 +110,20 @@ class FastBlock(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        plan: RowPlan,
+        layout: RowLayout,
         weights: tuple[StreamWeights, StreamWeights],
         heads: int,
         options: BlockOptions,
         *tensors: Any,
     ) -> tuple[Tensor, ...]:
         """``tensors``: the six inputs of each stream (see `_Stream`); then all parameters, for autograd."""
-        image = _Stream(weights[0], tensors[:6], plan.image, options)
-        text = _Stream(weights[1], tensors[6:12], plan.text, options)
+        image = _Stream(weights[0], tensors[:6], layout.image, options)
+        text = _Stream(weights[1], tensors[6:12], layout.text, options)
         ctx.set_materialize_grads(False)
-        ctx.plan = plan
+        ctx.layout = layout
         ctx.heads = heads
         ctx.streams = (image, text)
-        outputs, saved, attention = _compute(plan, ctx.streams, heads)
+        outputs, saved, attention = _compute(layout, ctx.streams, heads)
         if options.keep == "products":
             attention.free()
             for activations in saved:
@@ -135,19 +135,19 @@ class FastBlock(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         """Return gradients in the order of the inputs."""
-        plan = ctx.plan
+        layout = ctx.layout
         heads = ctx.heads
         streams = ctx.streams
-        saved, attention = ctx.saved or _compute(plan, streams, heads, recompute=True)[1:]
+        saved, attention = ctx.saved or _compute(layout, streams, heads, recompute=True)[1:]
         ctx.saved = ctx.streams = None
         ops = streams[0].ops
         if streams[0].options.keep == "products":
-            attention.restore(streams, saved, heads, plan)
+            attention.restore(streams, saved, heads, layout)
             for stream, acts in zip(streams, saved, strict=True):
                 if stream.weights.out is not None:
                     acts.attended = ops.gather_rows(attention.joined.detach(), stream.rows)
         tails = [streams[0].tail_backward(saved[0], grads[:2]), streams[1].tail_backward(saved[1], grads[2:])]
-        grad_joined = ops.scatter_rows(tails[0].attended, tails[1].attended, plan).view_as(attention.joined)
+        grad_joined = ops.scatter_rows(tails[0].attended, tails[1].attended, layout).view_as(attention.joined)
         leaf_grads = torch.autograd.grad(attention.joined, attention.leaves, grad_joined)
         grad_qkv = tuple(part.contiguous() for part in leaf_grads)
         del attention, grad_joined, leaf_grads
@@ -161,17 +161,17 @@ class FastBlock(torch.autograd.Function):
 
 
 def _compute(
-    plan: RowPlan, streams: "Streams", heads: int, recompute: bool = False
+    layout: RowLayout, streams: "Streams", heads: int, recompute: bool = False
 ) -> tuple[tuple[Tensor, ...], list[_Activations], _Attention]:
     """Return (outputs, activations for the backward pass, attention); ``recompute`` skips products that only the
     outputs need."""
     options = streams[0].options
     form = options.form(is_kept=recompute or options.keep == "all")
     saved = [stream.head(form) for stream in streams]
-    qkv = _join(streams, saved, heads, plan)
+    qkv = _join(streams, saved, heads, layout)
     with torch.enable_grad():
         query, key, value = (part.detach().requires_grad_() for part in qkv)
-        joined = attend(query, key, value, plan, options.attention)
+        joined = attend(query, key, value, layout, options.attention)
     outputs: list[Tensor] = []
     for stream, acts in zip(streams, saved, strict=True):
         outputs += stream.tail(acts, joined.detach(), recompute, form)
@@ -179,10 +179,10 @@ def _compute(
 
 
 def _join(
-    streams: "Streams", saved: list[_Activations], heads: int, plan: RowPlan, out: tuple[Tensor, ...] | None = None
+    streams: "Streams", saved: list[_Activations], heads: int, layout: RowLayout, out: tuple[Tensor, ...] | None = None
 ) -> tuple[Tensor, ...]:
     norms = (streams[0].weights.norms, streams[1].weights.norms)
-    return streams[0].ops.join((saved[0].qkv, saved[1].qkv), norms, heads, plan, out)  # type: ignore[no-any-return]
+    return streams[0].ops.join((saved[0].qkv, saved[1].qkv), norms, heads, layout, out)  # type: ignore[no-any-return]
 
 
 def _plain_or_none(rows: Operand) -> Tensor | None:

@@ -14,7 +14,7 @@ from sd3_light.config import size_from_transformer_config
 from sd3_light.families.sd3.between_blocks import BetweenBlocks
 from sd3_light.families.sd3.fast import reference
 from sd3_light.families.sd3.fast.block import BlockOptions, FastBlock, FinalNorm, modulate
-from sd3_light.families.sd3.fast.row_plan import FixedText, RowPlan, Rows, make_plan
+from sd3_light.families.sd3.fast.row_layout import FixedText, RowLayout, Rows, make_layout
 from sd3_light.families.sd3.fast.weights import StreamWeights, WeightCopies, WeightViews
 from sd3_light.families.sd3.layers import embed_patches
 
@@ -86,22 +86,22 @@ class FastDenoiser:
         with torch.autocast(noisy.device.type, self.dtype, enabled=self.dtype != torch.float32):
             image_BND = embed_patches(self.transformer.pos_embed, noisy, *corners)
             num_image = image_BND.shape[1]
-            plans = _plans(len(noisy), num_image, prompt.shape[1], lengths, noisy.device, between)
-            text, time = self._embed(timestep, prompt, pooled, plans[num_image])
+            layouts = _layouts(len(noisy), num_image, prompt.shape[1], lengths, noisy.device, between)
+            text, time = self._embed(timestep, prompt, pooled, layouts[num_image])
             image = image_BND.flatten(0, 1).to(self.dtype)
-            patches, *texts = self._run(image, text, time, plans, target_layer, between)
+            patches, *texts = self._run(image, text, time, layouts, target_layer, between)
         patches = patches.view(len(noisy), -1, patches.shape[1])
-        return (patches, *(_by_sample(rows, plans[num_image], prompt.shape[1]) for rows in texts))
+        return (patches, *(_by_sample(rows, layouts[num_image], prompt.shape[1]) for rows in texts))
 
-    def _embed(self, timestep: Tensor, prompt: Tensor, pooled: Tensor, plan: RowPlan) -> tuple[Tensor, Tensor]:
+    def _embed(self, timestep: Tensor, prompt: Tensor, pooled: Tensor, layout: RowLayout) -> tuple[Tensor, Tensor]:
         """Return the text rows, and the activated embedding of time and pooled text, for fillers any."""
         transformer: Any = self.transformer
         rows = prompt.flatten(0, 1)
-        if plan.text_index is not None:
-            rows = rows[plan.text_index]
+        if layout.text_index is not None:
+            rows = rows[layout.text_index]
         # times up to 1000 need float32, and the embedding takes its dtype from the pooled text
         time = F.silu(transformer.time_text_embed(timestep, pooled.float()))
-        if fillers := plan.samples - len(time):
+        if fillers := layout.samples - len(time):
             time = torch.cat([time, time[-1:].expand(fillers, -1)])
         return transformer.context_embedder(rows), time.to(self.dtype)
 
@@ -110,12 +110,12 @@ class FastDenoiser:
         image: Tensor,
         text: Tensor,
         time: Tensor,
-        plans: Mapping[int, RowPlan],
+        layouts: Mapping[int, RowLayout],
         target_layer: int | None,
         between: BetweenBlocks | None,
     ) -> tuple[Tensor, ...]:
-        """Run the blocks; ``plans`` has one per number of image tokens that a block may get."""
-        samples = len(image) // max(plans)
+        """Run the blocks; ``layouts`` has one per number of image tokens that a block may get."""
+        samples = len(image) // max(layouts)
         transformer: Any = self.transformer
         blocks = transformer.transformer_blocks
         last_norm = transformer.norm_out.linear
@@ -127,27 +127,27 @@ class FastDenoiser:
         streams: list[StreamState] = [(image, None, None, None), (text, None, None, None)]
         texts: list[Tensor] = []
         for number, block in enumerate(blocks):
-            plan = plans[len(streams[0][0]) // samples]
+            layout = layouts[len(streams[0][0]) // samples]
             if between is not None and between.acts_after(number):
-                rows = between.after(number, _with_pending(streams[0], plan.image).unflatten(0, (samples, -1)))
+                rows = between.after(number, _with_pending(streams[0], layout.image).unflatten(0, (samples, -1)))
                 streams[0] = (rows.flatten(0, 1), None, None, None)
-                plan = plans[rows.shape[1]]
+                layout = layouts[rows.shape[1]]
             if target_layer == number:
-                texts.append(_with_pending(streams[1], plan.text).detach())
+                texts.append(_with_pending(streams[1], layout.text).detach())
             if target_layer is not None and number == len(blocks) - 1:
-                texts.insert(0, _with_pending(streams[1], plan.text))
+                texts.insert(0, _with_pending(streams[1], layout.text))
             if self.views is not None:
-                streams = block(plan, streams, time)
+                streams = block(layout, streams, time)
             else:
                 pair = self.weights.blocks[number]
-                streams = self._advance(number, plan, pair, streams, parts[4 * number : 4 * number + 4])
+                streams = self._advance(number, layout, pair, streams, parts[4 * number : 4 * number + 4])
         if self.views is not None:
             parts = [modulate(self.views.modulation_of([last_norm]), time, self.options)]
-        rows = FinalNorm.apply(plan.image, *streams[0], parts[-1])  # type: ignore[no-untyped-call]
+        rows = FinalNorm.apply(layout.image, *streams[0], parts[-1])  # type: ignore[no-untyped-call]
         return transformer.proj_out(rows), *texts
 
     def _run_sharded(
-        self, number: int, block: Any, plan: RowPlan, streams: list[StreamState], time: Tensor
+        self, number: int, block: Any, layout: RowLayout, streams: list[StreamState], time: Tensor
     ) -> list[StreamState]:
         """Run a block whose weights are gathered: it computes its own modulation, and hands copies of biases on."""
         assert self.views is not None
@@ -157,41 +157,29 @@ class FastDenoiser:
         modulation = modulate(norms, time, self.options)
         text = modulation.shape[1] - 6 * width
         parts = modulation.split([5 * width, width, *([5 * width, width] if text == 6 * width else [text])], dim=1)
-        advanced = self._advance(number, plan, pair, streams, parts)
+        advanced = self._advance(number, layout, pair, streams, parts)
         return [(x, y, bias.to(torch.float32, copy=True), gate) for x, y, bias, gate in advanced if bias is not None]
 
     def _advance(
         self,
         number: int,
-        plan: RowPlan,
+        layout: RowLayout,
         pair: tuple[StreamWeights, StreamWeights],
         streams: list[StreamState],
         parts: Sequence[Tensor],
     ) -> list[StreamState]:
         """Return the streams after a block; ``parts`` are those of its modulation and the gates of both streams."""
-        gates = [parts[1], parts[3] if pair[1].out is not None else None]
-        outputs = self._run_block(number, plan, pair, streams, (parts[0], parts[2]))
-        return [
-            (x, y, stream.down.modules[0].bias, gate)
-            for (x, y), stream, gate in zip(outputs, pair, gates, strict=False)
-            if stream.down is not None
-        ]
-
-    def _run_block(
-        self,
-        number: int,
-        plan: RowPlan,
-        pair: tuple[StreamWeights, StreamWeights],
-        streams: list[StreamState],
-        modulation: tuple[Tensor, Tensor],
-    ) -> list[tuple[Tensor, Tensor]]:
         tensors: list[Any] = []
-        for stream, values, parts in zip(pair, streams, modulation, strict=True):
-            tensors += [*values, parts, None if stream.out is None else stream.out.modules[0].bias.float()]
+        for stream, values, modulation in zip(pair, streams, parts[::2], strict=True):
+            tensors += [*values, modulation, None if stream.out is None else stream.out.modules[0].bias.float()]
         parameters = [parameter for stream in pair for parameter in stream.parameters()]
         options = self.options.of_block(number)
-        outputs = FastBlock.apply(plan, pair, self.heads, options, *tensors, *parameters)  # type: ignore[no-untyped-call]
-        return [(outputs[index], outputs[index + 1]) for index in range(0, len(outputs), 2)]
+        outputs = FastBlock.apply(layout, pair, self.heads, options, *tensors, *parameters)  # type: ignore[no-untyped-call]
+        return [
+            (outputs[2 * at], outputs[2 * at + 1], stream.down.modules[0].bias, parts[2 * at + 1])
+            for at, stream in enumerate(pair)
+            if stream.down is not None
+        ]
 
 
 def _parts(modulation: Tensor, width: int, blocks: int) -> list[Tensor]:
@@ -202,17 +190,17 @@ def _parts(modulation: Tensor, width: int, blocks: int) -> list[Tensor]:
     return list(modulation.split([5 * width, width] * (2 * blocks - 1) + [2 * width, 2 * width], dim=1))
 
 
-def _plans(
+def _layouts(
     samples: int,
     num_image: int,
     num_text: int,
     lengths: Sequence[int] | FixedText | None,
     device: torch.device,
     between: BetweenBlocks | None,
-) -> dict[int, RowPlan]:
+) -> dict[int, RowLayout]:
     """Return the row layouts by number of image tokens: all, and those in routed blocks."""
     counts = {num_image, num_image if between is None or between.num_kept is None else between.num_kept}
-    return {count: make_plan(samples, count, num_text, lengths, device) for count in counts}
+    return {count: make_layout(samples, count, num_text, lengths, device) for count in counts}
 
 
 def _with_pending(stream: StreamState, rows: Rows) -> Tensor:
@@ -226,8 +214,8 @@ def _with_pending(stream: StreamState, rows: Rows) -> Tensor:
     return updated
 
 
-def _by_sample(rows: Tensor, plan: RowPlan, num_text: int) -> Tensor:
+def _by_sample(rows: Tensor, layout: RowLayout, num_text: int) -> Tensor:
     """Reshape text rows to [B, T, D]."""
-    if plan.text_index is not None:
-        rows = rows.new_zeros(plan.samples * num_text, rows.shape[1]).index_copy(0, plan.text_index, rows)
-    return rows.view(plan.samples, num_text, -1)
+    if layout.text_index is not None:
+        rows = rows.new_zeros(layout.samples * num_text, rows.shape[1]).index_copy(0, layout.text_index, rows)
+    return rows.view(layout.samples, num_text, -1)

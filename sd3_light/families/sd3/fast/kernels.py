@@ -17,7 +17,7 @@ from sd3_light.families.sd3.fast.fp8 import Operand, RowForm
 from sd3_light.families.sd3.fast.kernels_fp8 import TUNING, RowOutput, by_row, round_rows, store_rows
 from sd3_light.families.sd3.fast.kernels_fp8 import round_weight as round_weight
 from sd3_light.families.sd3.fast.reference import EPS, HeadNorms, PendingUpdate
-from sd3_light.families.sd3.fast.row_plan import RowPlan, Rows
+from sd3_light.families.sd3.fast.row_layout import RowLayout, Rows
 
 ROWS_PER_PROGRAM = 32
 """Rows that one program walks when it sums over rows."""
@@ -246,15 +246,15 @@ def join(
     qkv: tuple[Tensor, Tensor],
     norms: tuple[HeadNorms, HeadNorms],
     heads: int,
-    plan: RowPlan,
+    layout: RowLayout,
     out: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, ...]:
     """See `reference.join`."""
     width = qkv[0].shape[1] // 3
     units = width // heads
     assert units == triton.next_power_of_2(units), "the width of a head must be a power of two"
-    query, key, value = out or (qkv[0].new_empty(plan.capacity, heads, units) for _ in range(3))
-    for stream, pair, rows in zip(qkv, norms, (plan.image, plan.text), strict=True):
+    query, key, value = out or (qkv[0].new_empty(layout.capacity, heads, units) for _ in range(3))
+    for stream, pair, rows in zip(qkv, norms, (layout.image, layout.text), strict=True):
         assert stream.is_contiguous()
         wq, wk = pair if pair is not None else (stream, stream)
         _join[(len(stream),)](
@@ -394,13 +394,13 @@ def _scatter(source, place, target, count, D: tl.constexpr, BLOCK: tl.constexpr,
     tl.store(target + there, tl.load(source + here, mask=mask, other=0.0), mask=mask)
 
 
-def scatter_rows(image: Tensor, text: Tensor, plan: RowPlan) -> Tensor:
+def scatter_rows(image: Tensor, text: Tensor, layout: RowLayout) -> Tensor:
     """See `reference.scatter_rows`."""
     assert image.is_contiguous() and text.is_contiguous()
-    joined = image.new_empty(plan.capacity, *image.shape[1:])
+    joined = image.new_empty(layout.capacity, *image.shape[1:])
     width = image[0].numel()
     tuning = TUNING["copy"]
-    for source, rows in ((image, plan.image), (text, plan.text)):
+    for source, rows in ((image, layout.image), (text, layout.text)):
         grid: Any = (triton.cdiv(rows.count, tuning["R"]),)
         block = triton.next_power_of_2(width)
         _scatter[grid](source, rows.joined_index, joined, rows.count, D=width, BLOCK=block, **tuning)

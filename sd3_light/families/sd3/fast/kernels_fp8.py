@@ -25,8 +25,8 @@ TUNING: dict[str, dict[str, int]] = {
     "round_rows": {"num_warps": 4},
     "weight": {"N": 128, "K": 64, "num_warps": 4},
 }
-"""Launch parameters: kernel -> rows per tile (R), pipeline depth of loads (STAGES), warps. `benchmarks/kernels.py`
-measured these as the fastest on an H200 at width 1536."""
+"""Launch parameters: kernel -> rows per tile (R), pipeline depth of loads (STAGES), warps. `step.py --tune` of
+the benchmarks measured these as the fastest on an H200 at width 1536."""
 TILE = 8192
 """Numbers that a program holds at once when it needs whole rows."""
 

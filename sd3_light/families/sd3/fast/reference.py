@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sd3_light.families.sd3.fast.fp8 import Fp8Rows, Fp8Weight, Operand, RowForm, to_form
-from sd3_light.families.sd3.fast.row_plan import RowPlan, Rows
+from sd3_light.families.sd3.fast.row_layout import RowLayout, Rows
 
 EPS = 1e-6
 PendingUpdate = tuple[Tensor, Tensor, Tensor]
@@ -122,7 +122,7 @@ def join(
     qkv: tuple[Tensor, Tensor],
     norms: tuple[HeadNorms, HeadNorms],
     heads: int,
-    plan: RowPlan,
+    layout: RowLayout,
     out: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, ...]:
     """Return normed queries and keys, and values, of both streams joined: [rows, H, E] each, in ``out`` if given."""
@@ -131,7 +131,7 @@ def join(
         query, key, value = stream.unflatten(1, (3, heads, -1)).unbind(1)
         weights = pair or (None, None)
         parts.append([_rms(query, weights[0]), _rms(key, weights[1]), value])
-    joined = tuple(scatter_rows(image, text, plan) for image, text in zip(*parts, strict=True))
+    joined = tuple(scatter_rows(image, text, layout) for image, text in zip(*parts, strict=True))
     if out is None:
         return joined
     for target, source in zip(out, joined, strict=True):
@@ -164,14 +164,14 @@ def gather_rows(joined: Tensor, rows: Rows, form: RowForm = "plain") -> Any:
     return to_form(joined[rows.joined_index.long()].flatten(1), form, joined.dtype)
 
 
-def scatter_rows(image: Tensor, text: Tensor, plan: RowPlan) -> Tensor:
+def scatter_rows(image: Tensor, text: Tensor, layout: RowLayout) -> Tensor:
     """Join the rows of both streams; the inverse of `gather_rows`."""
-    if plan.text_index is None:
-        batched = [part.unflatten(0, (plan.samples, -1)) for part in (image, text)]
+    if layout.text_index is None:
+        batched = [part.unflatten(0, (layout.samples, -1)) for part in (image, text)]
         return torch.cat(batched, dim=1).flatten(0, 1)
-    joined = image.new_zeros(plan.capacity, *image.shape[1:])
-    joined = joined.index_copy(0, plan.image.joined_index.long(), image)
-    return joined.index_copy(0, plan.text.joined_index.long(), text)
+    joined = image.new_zeros(layout.capacity, *image.shape[1:])
+    joined = joined.index_copy(0, layout.image.joined_index.long(), image)
+    return joined.index_copy(0, layout.text.joined_index.long(), text)
 
 
 def round_rows(rows: Tensor) -> Operand:

@@ -23,7 +23,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.families.sd3.fast import reference
 from sd3_light.families.sd3.fast.fp8 import E4M3, Fp8Rows, Fp8Weight, RowForm, multiply
 from sd3_light.families.sd3.fast.operations import operations
-from sd3_light.families.sd3.fast.row_plan import RowPlan, Rows, make_plan
+from sd3_light.families.sd3.fast.row_layout import RowLayout, Rows, make_layout
 from sd3_light.families.sd3.fast.sample_attention import attend, attend_masked
 from sd3_light.files import atomic_unsynced_file
 from sd3_light.inputs import read_json_file
@@ -62,8 +62,9 @@ def kernel_problem(shape: KernelShape, device: torch.device) -> str | None:
     """Return why the kernels cannot run this shape on this GPU, or None; checks them unless a verdict is remembered."""
     facts = _facts(shape, device)
     path = verdict_path(facts)
-    with suppress(_NoVerdict):
-        return _remembered(path, facts)
+    verdict = _remembered(path)
+    if verdict.get("facts") == facts and isinstance(verdict.get("problem", 0), str | None):
+        return verdict["problem"]  # type: ignore[no-any-return]
     info(f"checking the kernels on this GPU ({facts['gpu']}) for the first time")
     problem = check_kernels(shape, device, operations(device))
     _remember(path, facts, problem)
@@ -93,10 +94,6 @@ def check_kernels(shape: KernelShape, device: torch.device, kernels: ModuleType)
 # --- verdicts ------------------------------------------------------------------------------------
 
 
-class _NoVerdict(Exception):
-    pass
-
-
 def verdict_path(facts: dict[str, Any]) -> Path:
     """Return the file that remembers the verdict under these facts."""
     name = blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=12).hexdigest()
@@ -123,17 +120,13 @@ def _sources_hash() -> str:
     return blake2b(b"".join(file.read_bytes() for file in files), digest_size=12).hexdigest()
 
 
-def _remembered(path: Path, facts: dict[str, Any]) -> str | None:
+def _remembered(path: Path) -> dict[str, Any]:
+    """Return the verdict in a file; empty if it is absent, unreadable or damaged."""
     try:
         verdict = read_json_file(path)
-    except (OSError, ValueError) as error:  # absent, unreadable or damaged
-        raise _NoVerdict from error
-    if not isinstance(verdict, dict) or verdict.get("facts") != facts or "problem" not in verdict:
-        raise _NoVerdict
-    problem = verdict["problem"]
-    if problem is not None and not isinstance(problem, str):
-        raise _NoVerdict
-    return problem
+    except (OSError, ValueError):
+        return {}
+    return verdict if isinstance(verdict, dict) else {}
 
 
 def _remember(path: Path, facts: dict[str, Any], problem: str | None) -> None:
@@ -187,12 +180,12 @@ Case = tuple[str, Callable[[Any], Any], float]
 def cases(shape: KernelShape, device: torch.device) -> Iterator[Case]:
     """Yield a case for every kernel, with padded and with real text."""
     for lengths in (None, _LENGTHS):
-        plan = make_plan(_SAMPLES, _IMAGE, _TEXT, lengths, device)
+        layout = make_layout(_SAMPLES, _IMAGE, _TEXT, lengths, device)
         inputs = _Inputs(shape, device)
         if not shape.fp8:
-            yield from _joint_cases(inputs, plan, LIMITS[shape.dtype])
-        for rows in (plan.image, plan.text):
-            yield from _row_cases(inputs, plan, rows)
+            yield from _joint_cases(inputs, layout, LIMITS[shape.dtype])
+        for rows in (layout.image, layout.text):
+            yield from _row_cases(inputs, layout, rows)
     if shape.fp8:
         yield from _weight_cases(inputs)
 
@@ -210,18 +203,18 @@ class _Inputs:
         return torch.randn(*sizes, generator=self._generator).to(self.device, dtype or self.dtype)
 
 
-def _joint_cases(inputs: _Inputs, plan: RowPlan, limit: float) -> Iterator[Case]:
+def _joint_cases(inputs: _Inputs, layout: RowLayout, limit: float) -> Iterator[Case]:
     """Yield the cases of both streams together."""
     shape = inputs.shape
-    count = plan.image.count + plan.text.count
-    streams = tuple(inputs(rows.count, 3 * shape.width) for rows in (plan.image, plan.text))
+    count = layout.image.count + layout.text.count
+    streams = tuple(inputs(rows.count, 3 * shape.width) for rows in (layout.image, layout.text))
     norms = tuple((inputs(shape.head_dim), inputs(shape.head_dim)) for _ in streams)
     for pairs in (norms, (None, None)):
-        yield "join", partial(_first_rows, count, "join", (streams, pairs, shape.heads, plan)), limit
-    image, text = (inputs(rows.count, shape.width) for rows in (plan.image, plan.text))
-    yield "scatter_rows", partial(_first_rows, count, "scatter_rows", (image, text, plan)), limit
-    leaves = [inputs(plan.capacity, shape.heads, shape.head_dim) for _ in range(3)]
-    yield "attention", partial(_attention, leaves, plan, count), ATTENTION_LIMIT
+        yield "join", partial(_first_rows, count, "join", (streams, pairs, shape.heads, layout)), limit
+    image, text = (inputs(rows.count, shape.width) for rows in (layout.image, layout.text))
+    yield "scatter_rows", partial(_first_rows, count, "scatter_rows", (image, text, layout)), limit
+    leaves = [inputs(layout.capacity, shape.heads, shape.head_dim) for _ in range(3)]
+    yield "attention", partial(_attention, leaves, layout, count), ATTENTION_LIMIT
 
 
 def _call(name: str, arguments: tuple[Any, ...], ops: Any) -> Any:
@@ -234,16 +227,16 @@ def _first_rows(count: int, name: str, arguments: tuple[Any, ...], ops: Any) -> 
     return [rows[:count] for rows in ([results] if isinstance(results, Tensor) else results)]
 
 
-def _attention(leaves: list[Tensor], plan: RowPlan, count: int, ops: Any) -> list[Tensor]:
+def _attention(leaves: list[Tensor], layout: RowLayout, count: int, ops: Any) -> list[Tensor]:
     """Return the attention's output and the gradients of its inputs; the reference computes in float32."""
     is_reference = ops is reference
     query, key, value = ((leaf.float() if is_reference else leaf).detach().requires_grad_() for leaf in leaves)
-    output = (attend_masked if is_reference else attend)(query, key, value, plan)[:count]
+    output = (attend_masked if is_reference else attend)(query, key, value, layout)[:count]
     grads = torch.autograd.grad(output, (query, key, value), leaves[0][:count].to(output.dtype))
     return [output, *(grad[:count] for grad in grads)]
 
 
-def _row_cases(inputs: _Inputs, plan: RowPlan, rows: Rows) -> Iterator[Case]:
+def _row_cases(inputs: _Inputs, layout: RowLayout, rows: Rows) -> Iterator[Case]:
     """Yield the cases of one stream: in the compute dtype, or those that round to fp8."""
     shape = inputs.shape
     count = rows.count
@@ -251,14 +244,14 @@ def _row_cases(inputs: _Inputs, plan: RowPlan, rows: Rows) -> Iterator[Case]:
     limit = FP8_LIMIT if shape.fp8 else LIMITS[shape.dtype]
     kept: RowForm = "both" if shape.fp8 else "plain"
     used: RowForm = "fp8" if shape.fp8 else "plain"
-    shift, scale, gate = inputs(plan.samples, 5 * width).chunk(5, dim=1)[:3]
+    shift, scale, gate = inputs(layout.samples, 5 * width).chunk(5, dim=1)[:3]
     x, y, dh = (inputs(count, width) for _ in range(3))
     pending = (y, inputs(width, dtype=torch.float32), gate)
     u = inputs(count, 4 * width)
     dg = inputs(count, 4 * width)
     qkv = inputs(count, 3 * width)
     norms = (inputs(shape.head_dim), inputs(shape.head_dim))
-    grads = tuple(inputs(plan.capacity, shape.heads, shape.head_dim) for _ in range(3))
+    grads = tuple(inputs(layout.capacity, shape.heads, shape.head_dim) for _ in range(3))
     arguments: list[tuple[str, tuple[Any, ...]]] = [
         ("residual_norm", (x, pending, scale, shift, rows, kept)),
         ("residual_norm", (x, None, scale, shift, rows, used)),

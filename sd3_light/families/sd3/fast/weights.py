@@ -147,13 +147,8 @@ class WeightCopies:
 
     def _image(self, block: Any) -> StreamWeights:
         attn = block.attn
-        return StreamWeights(
-            self._stacked([attn.to_q, attn.to_k, attn.to_v]),
-            _norms(attn.norm_q, attn.norm_k),
-            self._stacked([attn.to_out[0]]),
-            self._stacked([block.ff.net[0].proj]),
-            self._stacked([block.ff.net[2]]),
-        )
+        qkv = self._stacked([attn.to_q, attn.to_k, attn.to_v])
+        return StreamWeights(qkv, _norms(attn.norm_q, attn.norm_k), *self._tail(attn.to_out[0], block.ff))
 
     def _text(self, block: Any) -> StreamWeights:
         attn = block.attn
@@ -161,14 +156,11 @@ class WeightCopies:
         norms = _norms(attn.norm_added_q, attn.norm_added_k)
         if block.context_pre_only:
             return StreamWeights(qkv, norms, None, None, None)
-        feed = block.ff_context
-        return StreamWeights(
-            qkv,
-            norms,
-            self._stacked([attn.to_add_out]),
-            self._stacked([feed.net[0].proj]),
-            self._stacked([feed.net[2]]),
-        )
+        return StreamWeights(qkv, norms, *self._tail(attn.to_add_out, block.ff_context))
+
+    def _tail(self, out: nn.Linear, feed: Any) -> list[LinearCopy]:
+        """Return the products after the attention."""
+        return [self._stacked([linear]) for linear in (out, feed.net[0].proj, feed.net[2])]
 
 
 class WeightViews(WeightCopies):

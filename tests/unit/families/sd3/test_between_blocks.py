@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sd3_light.config import SIZES
 from sd3_light.config.schema_blocks import BlockPair, TokenRoute
-from sd3_light.families.sd3.between_blocks import BetweenBlocks, BetweenPlan
+from sd3_light.families.sd3.between_blocks import BetweenBlocks, BetweenOptions
 from sd3_light.families.sd3.fast.forward import FastDenoiser
 from sd3_light.families.sd3.layers import build_layers, embed_patches, run_layers
 from tests.cases import combinations
@@ -106,7 +106,7 @@ def expected_of(pair: tuple[int, int] | None, lengths: tuple[int, ...] | None) -
 )
 def test_routes_and_pairs_equal_a_plain_loop(run: Run, pair: tuple[int, int] | None, lengths: list[int] | None) -> None:
     transformer = model()
-    between = BetweenBlocks(BetweenPlan(ROUTE, None if pair is None else BlockPair(*pair)), KEPT, distance)
+    between = BetweenBlocks(BetweenOptions(ROUTE, None if pair is None else BlockPair(*pair)), KEPT, distance)
     patches = run(transformer, between, lengths)
     actual, distances_actual, grads = result_of(
         transformer, patches, torch.zeros(2) if between.compared is None else between.compared
@@ -124,10 +124,10 @@ def test_routes_and_pairs_equal_a_plain_loop(run: Run, pair: tuple[int, int] | N
 @pytest.mark.parametrize("run", [run_stock, run_fast], ids=["stock", "fast"])
 def test_without_kept_tokens_nothing_is_routed(run: Run) -> None:
     transformer = model()
-    between = BetweenBlocks(BetweenPlan(ROUTE, None), None, distance)
+    between = BetweenBlocks(BetweenOptions(ROUTE, None), None, distance)
     assert between.num_kept is None
     assert torch.equal(run(transformer, between, None), run(transformer, None, None))
-    routed = run(transformer, BetweenBlocks(BetweenPlan(ROUTE, None), KEPT, distance), None)
+    routed = run(transformer, BetweenBlocks(BetweenOptions(ROUTE, None), KEPT, distance), None)
     assert not torch.allclose(routed, run(transformer, None, None), rtol=1e-3)
 
 
@@ -136,7 +136,7 @@ def test_checkpointing_changes_no_gradient(checkpointing: Any) -> None:
     gradients = []
     for choice in (False, checkpointing):
         transformer = model()
-        between = BetweenBlocks(BetweenPlan(ROUTE, BlockPair(1, 3)), KEPT, distance)
+        between = BetweenBlocks(BetweenOptions(ROUTE, BlockPair(1, 3)), KEPT, distance)
         patches = run_layers(build_layers(transformer), features(), choice, between)[0]
         (patches.mean() + between.compared.sum()).backward()
         gradients.append({name: parameter.grad for name, parameter in transformer.named_parameters()})

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from sd3_light.config import ModelConfig
 from sd3_light.encoding import image_encoders
 from sd3_light.encoding.vae import load_vae, raw_moments
 from sd3_light.families.sd3 import encoders as frozen_parts
@@ -30,9 +31,11 @@ CAPTIONS = [
 ]
 
 
-def make(folder: Path, **settings: Any) -> FrozenParts:
-    defaults = {"text_dtype": torch.bfloat16, "t5_max_length": 16, "text_tokens": "real", "batch_size": 4}
-    return FrozenParts(folder, CPU, **{**defaults, **settings})
+def make(
+    folder: Path, batch_size: int = 4, one_at_a_time: bool | None = None, text_tokens: Any = "real"
+) -> FrozenParts:
+    model = ModelConfig.model_construct(diffusers_path=folder, t5_max_length=16, text_tokens=text_tokens)
+    return FrozenParts(model, CPU, batch_size, one_at_a_time)
 
 
 @pytest.fixture(scope="module")
@@ -160,10 +163,8 @@ def test_image_batches_depend_on_the_area(real: FrozenParts, pixels: Any, monkey
 
 
 def test_encoders_are_loaded_on_first_use(demo_parts: Path, tmp_path: Path, pixels: Any) -> None:
-    """A folder with only a VAE can encode images, and its channels are known without loading weights."""
-    with make(demo_parts, one_at_a_time=True) as parts:
-        assert parts.latent_channels == 16
-        assert parts._modules is None
+    """A folder with only a VAE can encode images."""
+    assert make(demo_parts)._modules is None
     (tmp_path / "vae").symlink_to(demo_parts / "vae")
     with make(tmp_path, one_at_a_time=False) as parts:
         assert len(parts.encode_images(pixels, False)["moments"]) == 7

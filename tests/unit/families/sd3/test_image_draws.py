@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from sd3_light.config.schema_blocks import num_kept
-from sd3_light.families.sd3.image_draws import draw_corners, draw_kept
-from sd3_light.families.sd3.text_dropout import ENCODERS, draw_drops, drop_text
+from sd3_light.families.sd3.draws import ENCODERS, draw_corners, draw_drops, draw_kept, drop_text
 from sd3_light.randomness import occurrence_words, stream
 
 IDS = np.arange(100, 108)

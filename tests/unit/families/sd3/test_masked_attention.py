@@ -10,13 +10,9 @@ from diffusers.models.attention_processor import JointAttnProcessor2_0
 from torch import Tensor
 
 from sd3_light.config import SIZES
-from sd3_light.families.sd3.masked_attention import (
-    MaskedJointAttention,
-    mask_attention,
-    real_text_mask,
-    use_masked_attention,
-)
+from sd3_light.families.sd3.masked_attention import mask_attention, use_masked_attention
 from sd3_light.families.sd3.random_weights import new_transformer
+from sd3_light.families.sd3.real_pipeline import RealTextAttention
 from tests.tiny_sd3 import perturbed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,10 +42,6 @@ def inputs(batch: int = 3, tokens: int = 9) -> dict[str, Tensor]:
     }
 
 
-def mask(tokens: int = 9) -> Tensor:
-    return real_text_mask(torch.tensor(LENGTHS), tokens, 4 * 3)
-
-
 def forward(transformer: SD3Transformer2DModel, features: dict[str, Tensor], **kwargs: Any) -> Tensor:
     output: Tensor = transformer(**features, return_dict=False, **kwargs)[0]
     return output
@@ -59,13 +51,6 @@ def gradients(transformer: SD3Transformer2DModel, output: Tensor) -> dict[str, T
     transformer.zero_grad(set_to_none=True)
     (output * torch.linspace(-1, 1, output.numel()).view(output.shape)).sum().backward()
     return {name: p.grad.clone() for name, p in transformer.named_parameters() if p.grad is not None}
-
-
-def test_the_mask_shows_all_of_the_image_and_the_first_text_tokens() -> None:
-    actual = real_text_mask(torch.tensor([3, 1, 2]), 3, 2)
-    assert actual.dtype == torch.bool
-    assert actual.shape == (3, 1, 1, 5)
-    assert actual[:, 0, 0].int().tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0]]
 
 
 def test_without_a_mask_it_is_the_stock_processor_bit_for_bit(transformer: SD3Transformer2DModel) -> None:
@@ -84,7 +69,7 @@ def test_the_stock_processors_are_restored(transformer: SD3Transformer2DModel) -
     before = transformer.attn_processors
 
     def fail() -> None:
-        assert {type(processor) for processor in transformer.attn_processors.values()} == {MaskedJointAttention}
+        assert {type(processor) for processor in transformer.attn_processors.values()} == {RealTextAttention}
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt), use_masked_attention(transformer):
@@ -112,7 +97,8 @@ def test_a_block_compiles_without_graph_breaks_for_any_text_length() -> None:
     transformer.enable_gradient_checkpointing()
 
     def outcome(tokens: int) -> tuple[Tensor, dict[str, Tensor]]:
-        output = forward(transformer, inputs(tokens=tokens), joint_attention_kwargs={"attention_mask": mask(tokens)})
+        lengths = {"text_lengths": torch.tensor(LENGTHS)}
+        output = forward(transformer, inputs(tokens=tokens), joint_attention_kwargs=lengths)
         return output.detach(), gradients(transformer, output)
 
     expected = [outcome(tokens) for tokens in (9, 11)]

@@ -15,10 +15,9 @@ from sd3_light.config import SIZES, ModelConfig
 from sd3_light.core.batch import Batch
 from sd3_light.core.registry import family_named, starting_weights
 from sd3_light.encoding.vae import LatentScale
-from sd3_light.families.sd3.image_draws import draw_corners, draw_kept
+from sd3_light.families.sd3.draws import draw_corners, draw_drops, draw_kept
 from sd3_light.families.sd3.prepare import InputPreparer, LightSD3Pipeline
 from sd3_light.families.sd3.random_weights import new_transformer
-from sd3_light.families.sd3.text_dropout import draw_drops
 from sd3_light.flow.timesteps import quantile_to_time, resolution_shift, shift_time
 from sd3_light.randomness import occurrence_words
 

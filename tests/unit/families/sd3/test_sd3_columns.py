@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sd3_light.cache.recipe import column_fingerprints
+from sd3_light.cache.identity import column_fingerprints
 from sd3_light.config import ModelConfig
 from sd3_light.core.columns import SMALLEST, TEACHER, Bucket, Column, named_bucket
 from sd3_light.core.registry import family_named, starting_weights

@@ -35,7 +35,7 @@ from sd3_light.families.sd3.module import SD3TrainingModule
 from sd3_light.families.sd3.real_pipeline import RealTextPipeline, seeing
 from sd3_light.families.sd3.sample_texts import TextPolicy
 from sd3_light.sample.generate import generate
-from sd3_light.sample.in_training import Sampler
+from sd3_light.sample.in_training import SampledCache, Sampler
 from sd3_light.train.measurement import caption_requests
 from sd3_light.train.verb import Resume
 from sd3_light.world.edits import AFTER, BEFORE, draw_edits, write_edits
@@ -71,6 +71,15 @@ def seen(batch: Batch, count: int) -> Batch:
     return batch.with_values(images)
 
 
+def pipeline(denoiser: Any, parts: Path, **settings: Any) -> Any:
+    """Return an export's pipeline without text encoders."""
+    frozen = dict.fromkeys(f"{name}{number}" for name in ("text_encoder", "tokenizer") for number in ("", "_2", "_3"))
+    vae = load_vae(parts, CPU, torch.float32)
+    pipe = RealTextPipeline(denoiser, FlowMatchEulerDiscreteScheduler(), vae, **frozen, **settings)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("tokens", ["padded", "real"])
 def test_the_velocity_is_that_of_the_exports_pipeline(
@@ -85,12 +94,7 @@ def test_the_velocity_is_that_of_the_exports_pipeline(
     with torch.no_grad():
         velocity = module.denoise(batch)
         without = module.denoise(batch.with_values({}, [f"reference.{at}" for at in range(count)]))
-    frozen = dict.fromkeys(f"{name}{number}" for name in ("text_encoder", "tokenizer") for number in ("", "_2", "_3"))
-    vae = load_vae(demo_parts, CPU, torch.float32)
-    scheduler = FlowMatchEulerDiscreteScheduler()
-    settings = {"text_tokens": tokens, "references": count}
-    pipe = RealTextPipeline(denoiser, scheduler, vae, **frozen, **settings)
-    pipe.set_progress_bar_config(disable=True)
+    pipe = pipeline(denoiser, demo_parts, text_tokens=tokens, references=count)
     attention = {"joint_attention_kwargs": {"text_lengths": host["prompt.length"]}} if host else {}
     drawn = pipe(
         image=[batch[f"reference.{at}"] for at in range(count)],
@@ -131,14 +135,12 @@ def test_the_order_of_references_matters_and_other_threads_do_not_see_them(
         assert torch.equal(pool.submit(velocity).result(), plain)
         torch.testing.assert_close(velocity(), expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(velocity(), plain)
-    vae: Any = load_vae(demo_parts, CPU, torch.float32)
-    frozen = dict.fromkeys(f"{name}{number}" for name in ("text_encoder", "tokenizer") for number in ("", "_2", "_3"))
-    pipe = RealTextPipeline(transformer(), FlowMatchEulerDiscreteScheduler(), vae, **frozen, references=1)
+    pipe = pipeline(transformer(), demo_parts, references=1)
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (32, 48, 3), dtype=np.uint8))
     pixels = torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1)[None].float() / 127.5 - 1
     with torch.no_grad():
         (latents,) = pipe.encode_references(image, 48, 32)
-        moments = vae.encode(pixels).latent_dist.parameters
+        moments = pipe.vae.encode(pixels).latent_dist.parameters
     torch.testing.assert_close(latents, LatentScale.of_folder(demo_parts).draw(moments, None))
     with pytest.raises(ValueError, match=r"sees 1 reference image\(s\), not 2"):
         pipe.encode_references([image, image], 48, 32)
@@ -174,7 +176,7 @@ def test_the_cost_counts_the_tokens_of_references(project: Project) -> None:
         ("model.references=0", "SD3 sees no image beside the text; got 1; write model.references, or remove it"),
         ("model.references=2", r"SD3 sees 2 image\(s\) beside the text, and this names 1"),
         ("model.references=9", "9"),
-        ("model.routing={share=0.5, first=2, last=2}", "references would skip the routed blocks"),
+        ("model.routing={share=0.5, first_block=2, last_block=2}", "references would skip the routed blocks"),
     ],
 )
 def test_faults_of_the_config(project: Project, key: str, message: str) -> None:
@@ -241,9 +243,9 @@ def test_an_export_is_proven_with_a_reference_and_draws_with_one(project: Projec
     before = project.folder / "pairs" / BEFORE
     paths = [before / f"{number:06d}.png" for number in range(3)]
     requests = [ImageRequest("make red circle blue", 3, 64, 64, steps=2, references=(path,)) for path in paths[:2]]
-    together = generate(pipe, requests, policy, guidance=2.0)
-    alone = generate(pipe, requests, policy, guidance=2.0, exact=True, batch_size=2)
-    plain = generate(pipe, [replace(requests[0], references=())], policy, guidance=2.0)
+    together = generate(pipe, requests, policy, (28, 2.0))
+    alone = generate(pipe, requests, policy, (28, 2.0), exact=True, batch_size=2)
+    plain = generate(pipe, [replace(requests[0], references=())], policy, (28, 2.0))
     for first, second in zip(together, alone, strict=True):
         assert np.abs(np.asarray(first, int) - np.asarray(second, int)).max() <= 1
     assert len({image.tobytes() for image in (*alone, *plain)}) == 3
@@ -276,7 +278,7 @@ def test_sample_grids_see_the_reference_of_each_image(project: Project, unproven
     project.train("optimizer.lr=0.05")
     config = project.load().train
     data = CachedDataset(LocalStore(project.cache))
-    sampler = Sampler.of_config(config, project.cache, data, data.buckets[0], Launch(), CPU)
+    sampler = Sampler.of_config(config, SampledCache(project.cache, data, data.buckets[0]), Launch(), CPU)
     export = project.run / "exports" / checkpoint_name(4)
     pipe, policy = open_pipeline(export, CPU)
     module = SD3TrainingModule(pipe.transformer, config)

@@ -14,7 +14,7 @@ from sd3_light.config import SIZES
 from sd3_light.families.sd3.fast import forward
 from sd3_light.families.sd3.fast.block import BlockOptions, Keep
 from sd3_light.families.sd3.fast.forward import FastDenoiser, why_stock
-from sd3_light.families.sd3.fast.row_plan import fill_rows
+from sd3_light.families.sd3.fast.row_layout import fill_rows
 from sd3_light.families.sd3.layers import build_layers, run_layers
 from tests.tiny_sd3 import perturbed
 
@@ -88,13 +88,13 @@ def test_rows_after_the_last_sample_change_no_result(monkeypatch: pytest.MonkeyP
     transformer = perturbed(CONFIGS["three-blocks"])
     expected = FastDenoiser(transformer, torch.float32)(features(), LENGTHS)
     expected_grads = gradients(transformer, expected)
-    make_plan = forward.make_plan
+    make_layout = forward.make_layout
 
     def rounded_up(*args: Any) -> Any:
-        plan = make_plan(*args)
-        return replace(plan, capacity=plan.capacity + 5)
+        layout = make_layout(*args)
+        return replace(layout, capacity=layout.capacity + 5)
 
-    monkeypatch.setattr(forward, "make_plan", rounded_up)
+    monkeypatch.setattr(forward, "make_layout", rounded_up)
     patches = FastDenoiser(transformer, torch.float32)(features(), LENGTHS)
     torch.testing.assert_close(patches, expected)
     torch.testing.assert_close(gradients(transformer, patches), expected_grads)

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from sd3_light.families.sd3.fast import reference
 from sd3_light.families.sd3.fast.fp8 import E4M3, FLOOR, LARGEST, Fp8Rows, Fp8Weight, RowForm
-from sd3_light.families.sd3.fast.row_plan import RowPlan, make_plan
+from sd3_light.families.sd3.fast.row_layout import RowLayout, make_layout
 from tests.cases import combinations
 from tests.modules import load_module
 
 HEADS, UNITS = 3, 8
 WIDTH = HEADS * UNITS  # not a power of two: masks matter
-PLANS = {"one-length": None, "real": [5, 1, 40, 33]}
+LAYOUTS = {"one-length": None, "real": [5, 1, 40, 33]}
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +39,9 @@ def kernels() -> Iterator[ModuleType]:
             sys.modules[name] = module
 
 
-@pytest.fixture(params=PLANS)
-def plan(request: Any) -> RowPlan:
-    return make_plan(4, 35, 40, PLANS[request.param], torch.device("cpu"))
+@pytest.fixture(params=LAYOUTS)
+def layout(request: Any) -> RowLayout:
+    return make_layout(4, 35, 40, LAYOUTS[request.param], torch.device("cpu"))
 
 
 def normal(*shape: int) -> Tensor:
@@ -73,10 +73,10 @@ def pending(count: int, samples: int) -> reference.PendingUpdate:
 
 @pytest.mark.parametrize("form", get_args(RowForm))
 @pytest.mark.parametrize("is_pending", [False, True])
-def test_norm(kernels: ModuleType, plan: RowPlan, is_pending: bool, form: RowForm) -> None:
-    for rows in (plan.image, plan.text):
-        x, modulation = 2 * normal(rows.count, WIDTH), normal(plan.samples, 5 * WIDTH)
-        added = pending(rows.count, plan.samples) if is_pending else None
+def test_norm(kernels: ModuleType, layout: RowLayout, is_pending: bool, form: RowForm) -> None:
+    for rows in (layout.image, layout.text):
+        x, modulation = 2 * normal(rows.count, WIDTH), normal(layout.samples, 5 * WIDTH)
+        added = pending(rows.count, layout.samples) if is_pending else None
         shift, scale = modulation.chunk(5, dim=1)[:2]
         actual, expected = (ops.residual_norm(x, added, scale, shift, rows, form) for ops in (kernels, reference))
         assert_close(actual, expected)
@@ -86,17 +86,17 @@ BOTH = (False, True)
 
 
 @pytest.mark.parametrize(
-    ("plan", "is_pending", "is_stream"),
-    combinations(PLANS, BOTH, BOTH, fast=[("one-length", True, True), ("real", True, False), ("real", False, True)]),
-    indirect=["plan"],
+    ("layout", "is_pending", "is_stream"),
+    combinations(LAYOUTS, BOTH, BOTH, fast=[("one-length", True, True), ("real", True, False), ("real", False, True)]),
+    indirect=["layout"],
 )
-def test_norm_backward(kernels: ModuleType, plan: RowPlan, is_pending: bool, is_stream: bool) -> None:
+def test_norm_backward(kernels: ModuleType, layout: RowLayout, is_pending: bool, is_stream: bool) -> None:
     kernels.TUNING["norm_backward"]["R"] = kernels.TUNING["norm_backward_fp8"]["R"] = 2  # tiles cross sample ends
-    for rows in (plan.image, plan.text):
-        x, scale = 2 * normal(rows.count, WIDTH), normal(plan.samples, 5 * WIDTH)[:, :WIDTH]
+    for rows in (layout.image, layout.text):
+        x, scale = 2 * normal(rows.count, WIDTH), normal(layout.samples, 5 * WIDTH)[:, :WIDTH]
         dh, gx = normal(WIDTH, rows.count).t().contiguous(), normal(rows.count, WIDTH).flip(0) if is_stream else None
-        args = (dh, gx, x, pending(rows.count, plan.samples) if is_pending else None, scale, rows)
-        shift = normal(plan.samples, 5 * WIDTH)[:, WIDTH : 2 * WIDTH]
+        args = (dh, gx, x, pending(rows.count, layout.samples) if is_pending else None, scale, rows)
+        shift = normal(layout.samples, 5 * WIDTH)[:, WIDTH : 2 * WIDTH]
         for recompute_shift, form in product((None, shift), ("plain", "both")):
             actual, expected = (
                 ops.residual_norm_backward(*args, recompute_shift, form) for ops in (kernels, reference)
@@ -121,18 +121,20 @@ def test_gelu_and_its_backward(kernels: ModuleType, recompute: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "is_normed"), combinations(PLANS, BOTH, fast=[("one-length", False), ("real", True)]), indirect=["plan"]
+    ("layout", "is_normed"),
+    combinations(LAYOUTS, BOTH, fast=[("one-length", False), ("real", True)]),
+    indirect=["layout"],
 )
-def test_join_and_join_backward(kernels: ModuleType, plan: RowPlan, is_normed: bool) -> None:
-    qkv = (normal(plan.image.count, 3 * WIDTH), normal(plan.text.count, 3 * WIDTH))
+def test_join_and_join_backward(kernels: ModuleType, layout: RowLayout, is_normed: bool) -> None:
+    qkv = (normal(layout.image.count, 3 * WIDTH), normal(layout.text.count, 3 * WIDTH))
     pairs: Any = [(normal(UNITS), normal(UNITS).flip(0) + 1) if is_normed else None] * 2
-    actual, expected = (ops.join(qkv, tuple(pairs), HEADS, plan) for ops in (kernels, reference))
+    actual, expected = (ops.join(qkv, tuple(pairs), HEADS, layout) for ops in (kernels, reference))
     assert_close(actual, expected)
     buffers = tuple(torch.zeros_like(part) for part in expected)
-    assert kernels.join(qkv, tuple(pairs), HEADS, plan, buffers)[0] is buffers[0]
+    assert kernels.join(qkv, tuple(pairs), HEADS, layout, buffers)[0] is buffers[0]
     assert_close(buffers, expected)
     grads = tuple(normal(len(part), HEADS, UNITS) * (at + 1) for at, part in enumerate(expected))
-    for stream, pair, rows in zip(qkv, pairs, (plan.image, plan.text), strict=True):
+    for stream, pair, rows in zip(qkv, pairs, (layout.image, layout.text), strict=True):
         for form in ("plain", "both"):
             actual, expected = (
                 ops.join_backward(grads, stream, pair, HEADS, rows, form) for ops in (kernels, reference)
@@ -140,15 +142,15 @@ def test_join_and_join_backward(kernels: ModuleType, plan: RowPlan, is_normed: b
             assert_close(actual, expected)
 
 
-def test_gather_and_scatter_rows(kernels: ModuleType, plan: RowPlan) -> None:
-    image, text = normal(plan.image.count, WIDTH), normal(plan.text.count, WIDTH)
-    joined = kernels.scatter_rows(image, text, plan)
-    assert torch.equal(joined, reference.scatter_rows(image, text, plan))
-    assert torch.equal(kernels.gather_rows(joined, plan.image), image)
-    assert torch.equal(reference.gather_rows(joined, plan.text), text)
+def test_gather_and_scatter_rows(kernels: ModuleType, layout: RowLayout) -> None:
+    image, text = normal(layout.image.count, WIDTH), normal(layout.text.count, WIDTH)
+    joined = kernels.scatter_rows(image, text, layout)
+    assert torch.equal(joined, reference.scatter_rows(image, text, layout))
+    assert torch.equal(kernels.gather_rows(joined, layout.image), image)
+    assert torch.equal(reference.gather_rows(joined, layout.text), text)
     for form in ("both", "fp8"):
-        assert_close(kernels.gather_rows(joined, plan.text, form), reference.gather_rows(joined, plan.text, form))
-    first = plan.starts[1]
+        assert_close(kernels.gather_rows(joined, layout.text, form), reference.gather_rows(joined, layout.text, form))
+    first = layout.starts[1]
     assert torch.equal(joined[:first], torch.cat([image[:35], text[: first - 35]])), "image rows come first"
 
 
