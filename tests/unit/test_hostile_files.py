@@ -183,8 +183,8 @@ def test_numbers_without_sense_are_out_of_range(raw_project: Project) -> None:
 @pytest.mark.parametrize(
     "protocol", ["nothing", "dask", "reference", "jupyter", "dir", "filecache", "zip", "blockcache"]
 )
-def test_a_protocol_that_cannot_be_used_is_a_fault(raw_project: Project, kind: str) -> None:
-    url = f"{kind}://folder/x"
+def test_a_protocol_that_cannot_be_used_is_a_fault(raw_project: Project, protocol: str) -> None:
+    url = f"{protocol}://folder/x"
     assert url in refused("check", raw_project.train_toml, "--set", f"cache_dir={url}")
 
 
