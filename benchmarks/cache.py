@@ -145,8 +145,8 @@ def plan_of(loaded: LoadedConfig) -> CachePlan:
     with Claims(folder / "claims") as claims:
         catalogue = Catalogue(folder, claims)
         listings = catalogue.refresh(make_sources(loaded.dataset.directories), lambda _: None)
-        recipe = decides_shards(cache.make_recipe(loaded.train.model))
-        return make_cache_plan(catalogue, listings, recipe, loaded.train.sd3_shard_size)
+        decided_by = decides_shards(cache.make_identity(loaded.train.model))
+        return make_cache_plan(catalogue, listings, decided_by, loaded.train.sd3_shard_size)
 
 
 def encoder_seconds(loaded: LoadedConfig, device: torch.device) -> dict[str, float]:
@@ -494,7 +494,7 @@ def checkpoint_cost(size: ModelSize, world: int) -> CheckpointCost:
 def report_order(samples: int, worlds: list[int], window: int) -> None:
     """Print the cost of order and reading for several shard sizes and world sizes."""
     columns = sd3_columns((32, 32, 32), {"clip_l": (77, 768), "clip_g": (77, 1280), "t5": (256, 4096)})
-    each = sample_bytes(columns).value
+    each = sample_bytes(columns)
     print(f"{samples:,} samples of {each / 1e6:.2f} MB: {samples * each / 1e15:.2f} PB")
     for most in (512, 4096, 16384):
         cost = order_cost(samples, most, worlds[-1], window)

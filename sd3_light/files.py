@@ -135,9 +135,8 @@ def write_errors(path: Path) -> Iterator[None]:
 def new_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path; when the block succeeds, flush it to disk and rename it. Never replaces a file."""
     sweep_leftovers(path)
-    temporary = _hidden(path, ".tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with scratch_file(path) as temporary:
         yield temporary
         apply_umask(temporary)
         _sync(temporary)
@@ -145,9 +144,6 @@ def new_file(path: Path) -> Iterator[Path]:
             name_new_file(temporary, path)
         except FileExistsError:
             refuse_existing(path)
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 def name_new_file(temporary: Path, path: Path) -> None:

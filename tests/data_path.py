@@ -156,7 +156,7 @@ def prepare(part: str, loaded: LoadedConfig) -> None:
         if part == "look":
             catalogue.probe_images(listings, train.caching_num_workers, lambda _: None)
         if part == "plan":
-            make_cache_plan(catalogue, listings, decides_shards(cache.make_recipe(train.model)), train.sd3_shard_size)
+            make_cache_plan(catalogue, listings, decides_shards(cache.make_identity(train.model)), train.sd3_shard_size)
 
 
 def read(loaded: LoadedConfig) -> None:

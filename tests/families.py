@@ -257,37 +257,29 @@ def _multistep(kind: Any) -> Callable[[], Any]:
     return lambda: kind(**flow)
 
 
+def _euler(**settings: Any) -> Callable[[], Any]:
+    return lambda: Euler(**settings)
+
+
+_FLUX_TIMES = _euler(shift=3.0, use_dynamic_shifting=True)
 _QWEN_LINE = {"max_shift": 0.9, "max_image_seq_len": 8192, "shift_terminal": 0.02, "shift": 1.0}
+_QWEN_TIMES = _euler(use_dynamic_shifting=True, **_QWEN_LINE)
+_KREA_TIMES = _euler(use_dynamic_shifting=True, max_image_seq_len=6400)
+_SANA_TIMES = _multistep(diffusers.DPMSolverMultistepScheduler)
+_WAN_TIMES = _multistep(diffusers.UniPCMultistepScheduler)
+_KREA_LAYERS = {"text_encoder_select_layers": (1, 2, 4)}
 PIPELINES = {  # with the published settings of schedulers
-    "flux": TinyPipeline("FluxPipeline", _flux_parts, _kl_vae, lambda: Euler(shift=3.0, use_dynamic_shifting=True)),
-    "flux_kontext": TinyPipeline(
-        "FluxKontextPipeline", _flux_parts, _kl_vae, lambda: Euler(shift=3.0, use_dynamic_shifting=True)
-    ),
-    "flux2": TinyPipeline(
-        "Flux2KleinPipeline", _flux2_parts, _flux2_vae, lambda: Euler(shift=3.0, use_dynamic_shifting=True)
-    ),
-    "qwen_image": TinyPipeline(
-        "QwenImagePipeline", _qwen_parts, _qwen_vae, lambda: Euler(use_dynamic_shifting=True, **_QWEN_LINE)
-    ),
-    "qwen_image_edit": TinyPipeline(
-        "QwenImageEditPipeline", _edit_parts, _qwen_vae, lambda: Euler(use_dynamic_shifting=True, **_QWEN_LINE)
-    ),
-    "qwen_image_edit_plus": TinyPipeline(
-        "QwenImageEditPlusPipeline", _edit_parts, _qwen_vae, lambda: Euler(use_dynamic_shifting=True, **_QWEN_LINE)
-    ),
-    "z_image": TinyPipeline("ZImagePipeline", _z_image_parts, _kl_vae, lambda: Euler(shift=3.0)),
-    "sana": TinyPipeline(
-        "SanaPipeline", _sana_parts, deep_compression_vae, _multistep(diffusers.DPMSolverMultistepScheduler)
-    ),
-    "wan": TinyPipeline("WanPipeline", _wan_parts, _wan_vae, _multistep(diffusers.UniPCMultistepScheduler)),
-    "krea2": TinyPipeline(
-        "Krea2Pipeline",
-        _krea2_parts,
-        _qwen_vae,
-        lambda: Euler(use_dynamic_shifting=True, max_image_seq_len=6400),
-        {"text_encoder_select_layers": (1, 2, 4)},
-    ),
-    "prx": TinyPipeline("PRXPipeline", _prx_parts, _kl_vae, lambda: Euler(shift=3.0)),
+    "flux": TinyPipeline("FluxPipeline", _flux_parts, _kl_vae, _FLUX_TIMES),
+    "flux_kontext": TinyPipeline("FluxKontextPipeline", _flux_parts, _kl_vae, _FLUX_TIMES),
+    "flux2": TinyPipeline("Flux2KleinPipeline", _flux2_parts, _flux2_vae, _FLUX_TIMES),
+    "qwen_image": TinyPipeline("QwenImagePipeline", _qwen_parts, _qwen_vae, _QWEN_TIMES),
+    "qwen_image_edit": TinyPipeline("QwenImageEditPipeline", _edit_parts, _qwen_vae, _QWEN_TIMES),
+    "qwen_image_edit_plus": TinyPipeline("QwenImageEditPlusPipeline", _edit_parts, _qwen_vae, _QWEN_TIMES),
+    "z_image": TinyPipeline("ZImagePipeline", _z_image_parts, _kl_vae, _euler(shift=3.0)),
+    "sana": TinyPipeline("SanaPipeline", _sana_parts, deep_compression_vae, _SANA_TIMES),
+    "wan": TinyPipeline("WanPipeline", _wan_parts, _wan_vae, _WAN_TIMES),
+    "krea2": TinyPipeline("Krea2Pipeline", _krea2_parts, _qwen_vae, _KREA_TIMES, _KREA_LAYERS),
+    "prx": TinyPipeline("PRXPipeline", _prx_parts, _kl_vae, _euler(shift=3.0)),
 }
 
 

@@ -33,7 +33,7 @@ from packages import Package, check_hash
 from sd3_light.sources.decode import content_digest
 from sd3_light.sources.earlier_images import Thumbnails
 from sd3_light.sources.groups import group_images, group_positions, image_hash
-from sd3_light.sources.name_store import temporary_database
+from sd3_light.sources.temporary_database import temporary_database
 
 CLIPART = Package(
     "openclipart-svg",

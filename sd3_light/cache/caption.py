@@ -82,7 +82,9 @@ def run(data: Path, model: str, options: CaptionOptions, page: Path | None = Non
         check_output_path(page)
     by_folder: dict[Path, list[DirectoryConfig]] = {}
     for directory in directories:
-        _require_one_caption_column(directory)
+        if len(directory.caption_columns) > 1:
+            problem = "caption_column names several columns; remove it to use a list of captions"
+            raise UserError(f"{directory.path}: {problem}")
         by_folder.setdefault(image_folder(directory, "captions").resolve(), []).append(directory)
     settings = {"model": model, **asdict(options)}
     del settings["batch"]  # it changes the last bits only
@@ -96,11 +98,6 @@ def run(data: Path, model: str, options: CaptionOptions, page: Path | None = Non
     if page is not None:
         save_page(page, _render(data, model, options, works))
     return tables
-
-
-def _require_one_caption_column(directory: DirectoryConfig) -> None:
-    if len(directory.caption_columns) > 1:
-        raise UserError(f"{directory.path}: caption_column names several columns; remove it to use a list of captions")
 
 
 @dataclass

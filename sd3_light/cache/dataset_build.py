@@ -24,7 +24,7 @@ from sd3_light.cache.freshness import (
     render_state,
     replaced_entries,
 )
-from sd3_light.cache.identity import decides_shards, make_recipe, stored_columns
+from sd3_light.cache.identity import decides_shards, make_identity, stored_columns
 from sd3_light.cache.leaks import find_leaks
 from sd3_light.cache.local_builder import Builder
 from sd3_light.cache.manifest_writer import PlannedManifest, is_manifest_current, write_manifest
@@ -94,22 +94,22 @@ class DatasetBuild:
         shards = folder / SHARDS
         with Claims(folder / "claims") as claims:
             shards.mkdir(parents=True, exist_ok=True)
-            recipe = make_recipe(self._train.model, folder / "parts.json")
+            identity = make_identity(self._train.model, folder / "parts.json")
             catalogue = Catalogue(folder, claims, (self._launch.rank, self._launch.world_size))
             listings = self._list_inputs(title, catalogue, dataset)
             rows = CatalogueRows(catalogue, listings)
             if self._options.part is None:
                 self._compare(name, rows)
             shard_size = self._train.sd3_shard_size
-            plan = make_cache_plan(catalogue, listings, decides_shards(recipe), shard_size, progress)
+            plan = make_cache_plan(catalogue, listings, decides_shards(identity), shard_size, progress)
             place.push_catalogue()
             if not plan.shards:
                 raise UserError(f"{dataset.path}: {_why_empty(plan)}")
             prompts = () if name else prompts_to_encode(self._train)
-            state, reuse = self._check(dataset, place, plan, recipe, prompts, claims)
+            state, reuse = self._check(dataset, place, plan, identity, prompts, claims)
             if self._options.dry_run:
                 return CacheReport(folder, reused=state.fresh, missing=len(state.todo))
-            split = find_split(rows, progress) if dataset.is_divided and self._options.part is None else None
+            split = find_split(rows) if dataset.is_divided and self._options.part is None else None
             if split is not None:
                 info(f"{title}: {split.sentence()}")
                 place.push_catalogue()  # decisions are stored before they are used
@@ -124,20 +124,20 @@ class DatasetBuild:
             reused = sum(shard.count for shard in self._in_part(plan.shards)) - sum(shard.count for shard in planned)
             beside = beside_captions(stored_columns(self._train.model))
             assert all(entry == IMAGE or entry.startswith(REFERENCE) for entry in beside), f"no source has {beside}"
-            job = BuildJob(place, plan, claims, recipe["columns"], reuse, self._options.regenerate, beside)
+            job = BuildJob(place, plan, claims, identity["columns"], reuse, self._options.regenerate, beside)
             if planned and self._launch.is_main:
                 self._warn(title, job, planned)
             built = self._encode(title, job, planned, reused)
             report = CacheReport(folder, {}, built.samples, reused, values=built.values)
             if self._options.part and self._options.part[0] > 0:
                 return self._report_part(title, report)
-            empty = self._encode_empty(place, recipe)
-            self._encode_prompts(title, folder, recipe, prompts)
+            empty = self._encode_empty(place, identity)
+            self._encode_prompts(title, folder, identity, prompts)
             if self._options.part:
                 place.publish()
                 return self._report_part(title, report)
             held_out = None if split is None else held_out_samples(split, plan, shards)
-            manifest = PlannedManifest(plan, recipe, empty, held_out, split)
+            manifest = PlannedManifest(plan, identity, empty, held_out, split)
             counts = self._finish(dataset, place, manifest, rows)
         if self._options.prune and self._launch.is_main:
             _prune(state, place)
@@ -178,7 +178,7 @@ class DatasetBuild:
         if not name:
             self._training = rows
         elif self._training is not None:
-            for leak in find_leaks(name, rows, self._training, progress):
+            for leak in find_leaks(name, rows, self._training):
                 info(f"warning: {leak.sentence()}")
 
     def _check(
@@ -186,7 +186,7 @@ class DatasetBuild:
         dataset: DatasetConfig,
         place: BuildFolder,
         plan: CachePlan,
-        recipe: Mapping[str, Any],
+        identity: Mapping[str, Any],
         prompts: Sequence[str],
         claims: Claims,
     ) -> tuple[CacheState, ReuseIndex | None]:
@@ -196,39 +196,24 @@ class DatasetBuild:
         last = last_manifest(place.folder)
         if last is not None:
             place.fetch_tables(entry.file for entry in replaced_entries(last[0], plan))
-        state = check_freshness(place.folder, plan, recipe, None if last is None else last[0])
-        add_orphans(state, prompts, recipe)
-        reuse = None if last is None else self._find_reuse(place, plan, recipe, state, last, claims)
-        if reuse is not None:
-            state.values = reuse.counts
+        state = check_freshness(place.folder, plan, identity, None if last is None else last[0])
+        add_orphans(state, prompts, identity)
+        reuse = None
+        if last is not None and state.todo and not (self._options.regenerate or self._options.finish):
+            manifest, digest = last
+            old = manifest.recipe.get("columns")
+            columns = stored_columns(self._train.model)
+            copied = CopiedColumns.of(columns, identity["columns"], old if isinstance(old, dict) else {})
+            if copied:
+                update = Update(plan, state.todo, manifest, digest, copied, place.folder / SHARDS, entries_of(columns))
+                reuse = open_reuse(update, claims, place.fetch_tables)
+                state.values = reuse.counts
+                place.push_catalogue()
         if state.todo or state.orphans or self._options.dry_run or self._options.verify:
             show(render_state(state, dataset.cache_dir))
         if not self._options.dry_run:
             mark_damaged(state)
         return state, reuse
-
-    def _find_reuse(
-        self,
-        place: BuildFolder,
-        plan: CachePlan,
-        recipe: Mapping[str, Any],
-        state: CacheState,
-        last: tuple[Manifest, str],
-        claims: Claims,
-    ) -> ReuseIndex | None:
-        """Return what the missing shards copy from those of the last manifest; None if that is nothing."""
-        if not state.todo or self._options.regenerate or self._options.finish:
-            return None
-        manifest, digest = last
-        old = manifest.recipe.get("columns")
-        columns = stored_columns(self._train.model)
-        copied = CopiedColumns.of(columns, recipe["columns"], old if isinstance(old, dict) else {})
-        if not copied:
-            return None
-        update = Update(plan, state.todo, manifest, digest, copied, place.folder / SHARDS, entries_of(columns))
-        reuse = open_reuse(update, claims, place.fetch_tables)
-        place.push_catalogue()
-        return reuse
 
     def _warn(self, title: str, job: BuildJob, planned: Sequence[PlannedShard]) -> None:
         """Print what to know before anything is encoded."""
@@ -253,13 +238,13 @@ class DatasetBuild:
             info(f"{title}: {describe_values(built.values)}{share}")
         return built
 
-    def _encode_empty(self, place: BuildFolder, recipe: Mapping[str, Any]) -> ShardEntry:
+    def _encode_empty(self, place: BuildFolder, identity: Mapping[str, Any]) -> ShardEntry:
         """Return the entry of the empty caption's shard, encoded if it is missing or damaged."""
         shards = place.folder / SHARDS
         columns = stored_columns(self._train.model)
         # its image is blank, so only the layout of that decides the bytes
-        facts = [recipe["columns"][column.name] if column.per_caption else column.layout() for column in columns]
-        fingerprint = sample_id(repr([recipe["format"], *facts]))
+        facts = [identity["columns"][column.name] if column.per_caption else column.layout() for column in columns]
+        fingerprint = sample_id(repr([identity["format"], *facts]))
         entry = ShardEntry(f"empty-{fingerprint:016x}.safetensors", "empty", (0, 0), "", 0, 0, "", f"{fingerprint:x}")
         mark = damaged_mark(shards / entry.file)
         existing = read_entry(shards, entry.file)
@@ -280,11 +265,11 @@ class DatasetBuild:
             prompts = prompts_to_encode(self._train)
             self._encode_prompts("cache", folder, Manifest.load(folder).recipe, prompts)
 
-    def _encode_prompts(self, title: str, folder: Path, recipe: Mapping[str, Any], prompts: Sequence[str]) -> None:
+    def _encode_prompts(self, title: str, folder: Path, identity: Mapping[str, Any], prompts: Sequence[str]) -> None:
         if not self._launch.is_main:
-            wait_for_prompts(folder, prompts, recipe, self._train.sd3_manifest_timeout_sec)
+            wait_for_prompts(folder, prompts, identity, self._train.sd3_manifest_timeout_sec)
             return
-        todo = list(dict.fromkeys(prompts)) if self._options.regenerate else missing_prompts(folder, prompts, recipe)
+        todo = list(dict.fromkeys(prompts)) if self._options.regenerate else missing_prompts(folder, prompts, identity)
         if not todo:
             return
         warn_of_cut_prompts(title, todo, self._train.model)
@@ -292,7 +277,7 @@ class DatasetBuild:
         info(f"{title}: encoding {plural(len(todo), 'prompt')} of {tables}")
         names = family_of(self._train.model).encoding.text_encoders
         for prompt, features in zip(todo, self._builder.call(encode_prompts, todo, names), strict=True):
-            write_prompt(folder, prompt, recipe, features)
+            write_prompt(folder, prompt, identity, features)
         sweep_files(folder / PROMPTS_FOLDER)
 
     def _finish(
@@ -356,25 +341,25 @@ def _prune(state: CacheState, place: BuildFolder) -> None:
         info(f"deleted {len(state.orphans):,} orphaned files, {state.orphan_bytes / 1e9:,.3f} GB")
 
 
-def missing_prompts(cache: Path, prompts: Sequence[str], recipe: Mapping[str, Any]) -> list[str]:
+def missing_prompts(cache: Path, prompts: Sequence[str], identity: Mapping[str, Any]) -> list[str]:
     """Return the distinct prompts that are missing or damaged in the cache."""
-    return [prompt for prompt in dict.fromkeys(prompts) if read_prompt(cache, prompt, recipe) is None]
+    return [prompt for prompt in dict.fromkeys(prompts) if read_prompt(cache, prompt, identity) is None]
 
 
-def add_orphans(state: CacheState, prompts: Sequence[str], recipe: Mapping[str, Any]) -> None:
+def add_orphans(state: CacheState, prompts: Sequence[str], identity: Mapping[str, Any]) -> None:
     """Add the files of prompts that this config does not use, or encodes differently, to the orphans."""
-    used = {prompt_file(prompt, recipe) for prompt in prompts}
+    used = {prompt_file(prompt, identity) for prompt in prompts}
     for path in sorted((state.folder / PROMPTS_FOLDER).glob("*.safetensors")):
         if path.name not in used:
             state.orphans.append(path)
             state.orphan_bytes += path.stat().st_size
 
 
-def wait_for_prompts(cache: Path, prompts: Sequence[str], recipe: Mapping[str, Any], timeout: float) -> None:
+def wait_for_prompts(cache: Path, prompts: Sequence[str], identity: Mapping[str, Any], timeout: float) -> None:
     """Wait until the main process has encoded all prompts."""
 
     def task() -> str | None:
-        missing = missing_prompts(cache, prompts, recipe)
+        missing = missing_prompts(cache, prompts, identity)
         return f"encode the prompt {missing[0]!r}" if missing else None
 
     wait_for_main(task, timeout)

@@ -26,7 +26,7 @@ from sd3_light.runlog import ResultTable, info
 from sd3_light.sources.preprocess import TRANSIENT
 
 _UNCHANGED = "unchanged, but its shard has other samples or settings"
-_RECIPE_LABELS = {
+_LABELS = {
     "format": "the cache format",
     "preprocess": "the image preprocessing",
     "vae": "the VAE",
@@ -60,7 +60,9 @@ class CacheState:
     values: ValueCounts | None = None
 
 
-def check_freshness(folder: Path, plan: CachePlan, recipe: Mapping[str, Any], manifest: Manifest | None) -> CacheState:
+def check_freshness(
+    folder: Path, plan: CachePlan, identity: Mapping[str, Any], manifest: Manifest | None
+) -> CacheState:
     """Compare the files of a cache with its plan; only files of shards that are not fresh are opened.
 
     ``manifest`` is the last one.
@@ -75,7 +77,7 @@ def check_freshness(folder: Path, plan: CachePlan, recipe: Mapping[str, Any], ma
             state.todo.append(shard)
     state.orphans = sorted(_orphans(shards, plan.shards))
     state.orphan_bytes = sum(path.stat().st_size for path in state.orphans if path.exists())
-    _count_stale_and_missing(state, plan, recipe, manifest)
+    _count_stale_and_missing(state, plan, identity, manifest)
     return state
 
 
@@ -144,24 +146,24 @@ def _orphans(shards: Path, planned: Sequence[PlannedShard]) -> Iterator[Path]:
 
 
 def _count_stale_and_missing(
-    state: CacheState, plan: CachePlan, recipe: Mapping[str, Any], manifest: Manifest | None
+    state: CacheState, plan: CachePlan, identity: Mapping[str, Any], manifest: Manifest | None
 ) -> None:
     """Count the samples to encode: stale ones were in the last manifest, missing ones were not."""
     shards = state.folder / SHARDS
     damaged = set(state.damaged)
     replaced = [] if manifest is None else replaced_entries(manifest, plan)
-    with SortedArray(np.int64) as known:
-        for path in _tables(shards, replaced):
-            require_regular(path)
-            known.add(feather.read_table(path, columns=["sample_id"], memory_map=True)["sample_id"])
-        for shard in state.todo:
-            stale = shard.count if shard.file in damaged else int(known.contains(plan.ids(shard)).sum())
-            state.stale += stale
-            state.missing += shard.count - stale
-    if manifest is not None and manifest.recipe != recipe:
-        keys = dict.fromkeys((*recipe, *manifest.recipe))
-        changed = [key for key in keys if manifest.recipe.get(key) != recipe.get(key)]
-        named = [_RECIPE_LABELS.get(key, key) for key in changed if key != "columns"]  # the others say why these differ
+    known = SortedArray(np.int64)
+    for path in _tables(shards, replaced):
+        require_regular(path)
+        known.add(feather.read_table(path, columns=["sample_id"], memory_map=True)["sample_id"])
+    for shard in state.todo:
+        stale = shard.count if shard.file in damaged else int(known.contains(plan.ids(shard)).sum())
+        state.stale += stale
+        state.missing += shard.count - stale
+    if manifest is not None and manifest.recipe != identity:
+        keys = dict.fromkeys((*identity, *manifest.recipe))
+        changed = [key for key in keys if manifest.recipe.get(key) != identity.get(key)]
+        named = [_LABELS.get(key, key) for key in changed if key != "columns"]  # the others say why these differ
         state.causes[f"changed: {', '.join(named or changed)}"] = state.stale
     elif state.stale:
         _count_causes(state, shards, replaced, plan)
@@ -202,18 +204,18 @@ def is_readable(table: Path) -> bool:
 
 def _count_causes(state: CacheState, shards: Path, replaced: Sequence[ShardEntry], plan: CachePlan) -> None:
     """Count why samples are stale, by comparing them with the origins of the replaced shards."""
-    with SortedArray(np.int64) as previous:
-        for entry in replaced:
-            for path in _tables(shards, [entry]):
-                previous.add([hash for origin in read_origins(path) for hash in _hashes_of(origin, entry.bucket)])
-        damaged = set(state.damaged)
-        for shard in state.todo:
-            if shard.file in damaged:
-                state.causes["in a damaged shard"] += shard.count
-                continue
-            hashes = [_hashes_of_member(member) for member in plan.members(shard)]
-            known = previous.contains(np.ravel(hashes)).reshape(-1, 4)
-            state.causes.update(_cause(*row) for row in known.tolist() if row[0])
+    previous = SortedArray(np.int64)
+    for entry in replaced:
+        for path in _tables(shards, [entry]):
+            previous.add([hash for origin in read_origins(path) for hash in _hashes_of(origin, entry.bucket)])
+    damaged = set(state.damaged)
+    for shard in state.todo:
+        if shard.file in damaged:
+            state.causes["in a damaged shard"] += shard.count
+            continue
+        hashes = [_hashes_of_member(member) for member in plan.members(shard)]
+        known = previous.contains(np.ravel(hashes)).reshape(-1, 4)
+        state.causes.update(_cause(*row) for row in known.tolist() if row[0])
 
 
 def _hashes_of(origin: Origin, bucket: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""The recipe of a cache: everything that determines a sample's features besides the sample."""
+"""The identity of a cache: everything that determines a sample's features besides the sample."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,10 +16,10 @@ from sd3_light.model.vision import cached_columns, vision_settings
 from sd3_light.runlog import info
 from sd3_light.sources.preprocess import PREPROCESS_VERSION
 
-_DEFAULTS = {"vae_dtype": "auto"}  # of keys that a recipe may lack
+_DEFAULTS = {"vae_dtype": "auto"}  # of keys that an identity may lack
 
 
-def make_recipe(model: ModelConfig, memo: Path | None = None) -> dict[str, Any]:
+def make_identity(model: ModelConfig, memo: Path | None = None) -> dict[str, Any]:
     """Return everything that determines a sample's features besides the sample; ``memo`` is a file of known hashes.
 
     ``columns`` has the fingerprint of each column; the other keys say in words what decides them.
@@ -58,9 +58,9 @@ def stored_columns(model: ModelConfig, bucket: Bucket = SMALLEST) -> tuple[Colum
     return with_pairs(cached_columns(model, bucket))
 
 
-def decides_shards(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of a recipe decides the bytes of a shard, besides its samples."""
-    return {key: recipe[key] for key in ("format", "columns") if key in recipe}
+def decides_shards(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of an identity decides the bytes of a shard, besides its samples."""
+    return {key: identity[key] for key in ("format", "columns") if key in identity}
 
 
 def is_remote(dataset: DatasetConfig, train: TrainConfig) -> bool:
@@ -87,10 +87,10 @@ def is_trusted(dataset: DatasetConfig, train: TrainConfig) -> bool:
 
 def _require(location: str, manifest: Manifest, train: TrainConfig, memo: Path, hint: str) -> None:
     """Raise a UserError if a cache was built with settings or encoders other than the config's."""
-    expected = make_recipe(train.model, memo)
+    expected = make_identity(train.model, memo)
     hashes = {*family_of(train.model).encoding.folders, TEACHER, "columns"}
     for key in dict.fromkeys((*expected, *manifest.recipe)):
-        value, built = (recipe.get(key, _DEFAULTS.get(key)) for recipe in (expected, manifest.recipe))
+        value, built = (identity.get(key, _DEFAULTS.get(key)) for identity in (expected, manifest.recipe))
         if built != value:
             is_known = key in {*expected, *_DEFAULTS} - hashes
             other = "other columns" if key == "columns" else f"another {key}"

@@ -4,15 +4,16 @@ from dataclasses import asdict
 from pathlib import Path
 
 from sd3_light.cache.rows import CatalogueRows
-from sd3_light.data.cache_plan import ShowProgress, digest_of
+from sd3_light.data.cache_plan import digest_of
 from sd3_light.inputs import read_json_file
+from sd3_light.runlog import progress
 from sd3_light.sources.leaks import Leak, open_evaluation_images
 from sd3_light.sources.thumbnail_tree import TOLERANCE
 
 _SUFFIX = ".leaks.json"
 
 
-def find_leaks(name: str, held: CatalogueRows, training: CatalogueRows, show_progress: ShowProgress) -> list[Leak]:
+def find_leaks(name: str, held: CatalogueRows, training: CatalogueRows) -> list[Leak]:
     """Return the images of the evaluation set ``name`` that the training set has too.
 
     One process compares, and stores the result in the catalogue of the evaluation set; the others wait for it.
@@ -20,7 +21,7 @@ def find_leaks(name: str, held: CatalogueRows, training: CatalogueRows, show_pro
     path = held.catalogue.folder / f"{digest_of(name, held.digest, training.digest, str(TOLERANCE))}{_SUFFIX}"
 
     def compare(_: str) -> None:
-        leaks = _compare(name, held, training, show_progress)
+        leaks = _compare(name, held, training)
         held.store(path, [asdict(leak) for leak in leaks])
 
     held.catalogue.claims.divide([path.stem], lambda _: _stored(path) is not None, compare)
@@ -35,9 +36,9 @@ def _stored(path: Path) -> list[Leak] | None:
         return None
 
 
-def _compare(name: str, held: CatalogueRows, training: CatalogueRows, show_progress: ShowProgress) -> list[Leak]:
+def _compare(name: str, held: CatalogueRows, training: CatalogueRows) -> list[Leak]:
     total = held.count + training.count
-    with open_evaluation_images() as images, show_progress(f"comparing {name} with training", total, "images") as bar:
+    with open_evaluation_images() as images, progress(f"comparing {name} with training", total, "images") as bar:
         for row in held.used():
             images.add(name, row)
             bar.advance()

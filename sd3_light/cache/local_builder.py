@@ -1,9 +1,9 @@
-"""Where shards are encoded: the interface, and its implementation by the encoders of this process."""
+"""Encode shards with the encoders of this process, which are loaded when they are needed and freed at the end."""
 
 import gc
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
 from sd3_light.cache.copies import OldShards
 from sd3_light.cache.shard_builder import BuildJob, Built, ShardBuilder
@@ -18,43 +18,16 @@ from sd3_light.sources.decode import (
     CRASHED_DECODE,
     Decoded,
     DecodeTask,
-    Probe,
-    SampleLocation,
     decode_images,
 )
-from sd3_light.sources.workers import BatchPool, WorkerPool
+from sd3_light.sources.workers import WorkerPool
 
-_Params = ParamSpec("_Params")
+if TYPE_CHECKING:  # Ray is optional
+    from sd3_light.cache.ray_builder import RayBuilder
+
 _Result = TypeVar("_Result")
-
-
-class Builder(Protocol):
-    """Encodes shards. The encoders are loaded when something has to be encoded, and freed at the end."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *_: Any) -> None: ...
-
-    @property
-    def device_type(self) -> str:
-        """The kind of device that encodes: cuda or cpu."""
-
-    def probe_pool(self, roots: Sequence[DataLocation]) -> BatchPool[SampleLocation, Probe] | None:
-        """Return the pool that probes new images of sources with these folders; None: processes of this machine."""
-
-    def decode_pool(self, roots: Sequence[DataLocation]) -> AbstractContextManager[BatchPool[DecodeTask, Decoded]]:
-        """Return a pool that decodes a few images of sources with these folders."""
-
-    def build(self, job: BuildJob, planned: Sequence[PlannedShard], bar: Bar) -> Built:
-        """Build shards. Return what this command built."""
-
-    def call(
-        self,
-        function: Callable[Concatenate[Encoders, _Params], _Result],
-        *args: _Params.args,
-        **kwargs: _Params.kwargs,
-    ) -> _Result:
-        """Return the result of a function of the encoders, which must be complete when it returns."""
+Builder: TypeAlias = "LocalBuilder | RayBuilder"
+"""What encodes shards."""
 
 
 class LocalBuilder:
@@ -103,11 +76,6 @@ class LocalBuilder:
         builder.build(planned, (self._launch.rank, self._launch.world_size))
         return builder.built
 
-    def call(
-        self,
-        function: Callable[Concatenate[Encoders, _Params], _Result],
-        *args: _Params.args,
-        **kwargs: _Params.kwargs,
-    ) -> _Result:
-        """Call a function with the encoders of this process."""
-        return function(self.encoders, *args, **kwargs)
+    def call(self, function: Callable[..., _Result], *args: Any) -> _Result:
+        """Return the result of a function of the encoders, which must be complete when it returns."""
+        return function(self.encoders, *args)

@@ -4,7 +4,6 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ from sd3_light.data.split import ImageSplit
 from sd3_light.files import atomic_file
 from sd3_light.inputs import lines_of, open_regular, parse_json, require_regular
 from sd3_light.sources.buckets import resize_for
-from sd3_light.sources.name_store import NameStore
 from sd3_light.sources.records import reject_line
 
 
@@ -40,7 +38,7 @@ class PlannedManifest:
     """What a manifest will say besides its shards; without a ``split`` the dataset is not divided."""
 
     plan: CachePlan
-    recipe: dict[str, Any]
+    identity: dict[str, Any]
     empty: ShardEntry
     held_out: HeldOut | None = None
     split: ImageSplit | None = None
@@ -75,7 +73,7 @@ def write_manifest(
         **({} if planned.split is None else {HELD_OUT: len(planned.split.validation)}),
         **{f"{REJECTED}{reason}": count for reason, count in sorted(rejected.items())},
     }
-    manifest = Manifest(planned.recipe, tuple(entries), planned.empty, counts, dict(paths), planned.held_out)
+    manifest = Manifest(planned.identity, tuple(entries), planned.empty, counts, dict(paths), planned.held_out)
     manifest.save(folder)
     return counts
 
@@ -124,13 +122,14 @@ def _reject_lines(plan: CachePlan, shards: Path) -> Iterator[dict[str, str]]:
     """Yield the rejects of listing and probing, then those of decoding."""
     for row in plan.rejected():
         yield reject_line(row.key, row.reason, row.detail, row.image)
-    with closing(NameStore()) as store:
-        seen = store.names()
-        for shard in plan.shards:
-            for line in _read_lines((shards / shard.file).with_suffix(".rejects.jsonl")):
-                # an image is decoded once per resolution and fails in each
-                if seen.add_new(f"{line['key']}\0{line['reason']}"):
-                    yield {name: value for name, value in line.items() if name != PIXELS}
+    seen = set[tuple[str, str]]()
+    for shard in plan.shards:
+        for line in _read_lines((shards / shard.file).with_suffix(".rejects.jsonl")):
+            reject = line["key"], line["reason"]
+            # an image is decoded once per resolution and fails in each
+            if reject not in seen:
+                seen.add(reject)
+                yield {name: value for name, value in line.items() if name != PIXELS}
 
 
 def _read_lines(path: Path) -> Iterator[dict[str, str]]:
@@ -147,7 +146,7 @@ def is_manifest_current(folder: Path, planned: PlannedManifest) -> bool:
     """Return whether the manifest contains exactly the shards and sides of this plan."""
     try:
         manifest = Manifest.load(folder)
-        if manifest.recipe != planned.recipe or manifest.held_out != planned.held_out:
+        if manifest.recipe != planned.identity or manifest.held_out != planned.held_out:
             return False
         # a table has another order
         return set(manifest.shards) == set(_entries(planned.plan.shards, folder / SHARDS))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import chdir, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -20,14 +20,13 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 import sd3_light
 from sd3_light.cache.build_folder import StoredFiles
 from sd3_light.cache.dispatch import DEPTH, TRIES, WorkerFailed, dispatch
-from sd3_light.cache.identity import make_recipe
+from sd3_light.cache.identity import make_identity
 from sd3_light.cache.ray_encoder import EncoderSettings, ShardEncoder, ShardTask, TaskPool, error_line
 from sd3_light.cache.shard_builder import BuildJob, Built
 from sd3_light.cache.shard_in_progress import write_empty_note, write_rejects
 from sd3_light.config import TrainConfig
 from sd3_light.config.base import DataLocation
 from sd3_light.config.faults import UserError
-from sd3_light.core.encoding import Encoders
 from sd3_light.data.cache_plan import PlannedShard
 from sd3_light.data.manifest import SHARDS, damaged_mark, read_entry
 from sd3_light.data.store import private_temp_folder
@@ -51,7 +50,6 @@ _RESIZE_SECONDS = 5.0
 _MESSAGE_SECONDS = 60.0
 _MOST_FAILED_STARTS = 10
 
-_Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 
 
@@ -219,7 +217,8 @@ class _ShardRun:
         """
         detail = f"failed {TRIES} times alone on a node of the Ray cluster: {cause}"
         self._bar.advance(shard.count)
-        if self._has_intact_shard(shard):
+        entry = read_entry(self._shards, shard.file)
+        if entry is not None and self._job.place.is_intact(entry):
             info(f"kept the existing shard {shard.file}; encoding it again {detail}")
             return
         rows = (member.row for member in self._job.plan.members(shard))
@@ -228,10 +227,6 @@ class _ShardRun:
         self._job.place.push_shard(shard.file)
         damaged_mark(self._shards / shard.file).unlink(missing_ok=True)
         info(f"rejected the {shard.count} samples of {shard.file}, which {detail}")
-
-    def _has_intact_shard(self, shard: PlannedShard) -> bool:
-        entry = read_entry(self._shards, shard.file)
-        return entry is not None and self._job.place.is_intact(entry)
 
     def _require_visible(self, shard: PlannedShard, node: str) -> None:
         deadline = time.monotonic() + VISIBLE_SECONDS
@@ -278,7 +273,7 @@ class RayBuilder:
         if self._pool is None:
             train = self._train
             folder = self._train.stream_cache_dir
-            recipe = make_recipe(train.model, (folder or private_temp_folder("ray")) / "parts.json")
+            identity = make_identity(train.model, (folder or private_temp_folder("ray")) / "parts.json")
             ahead = train.caching_num_workers + 1
             settings = EncoderSettings(
                 train.model,
@@ -287,7 +282,7 @@ class RayBuilder:
                 ahead,
                 folder,
                 int(train.stream_cache_gb * 1e9),
-                recipe,
+                identity,
             )
             self._pool = ActorPool(settings, self._num_actors)
         return self._pool
@@ -316,18 +311,13 @@ class RayBuilder:
             run.reject(shard, cause)
         return run.built
 
-    def call(
-        self,
-        function: Callable[Concatenate[Encoders, _Params], _Result],
-        *args: _Params.args,
-        **kwargs: _Params.kwargs,
-    ) -> _Result:
+    def call(self, function: Callable[..., _Result], *args: Any) -> _Result:
         """Call a function with the encoders of an actor; again on another if that is lost."""
         cause: RayError | None = None
         for _ in range(TRIES):
             actor = self._wait_for_actor()
             try:
-                result: _Result = ray.get(actor.handle.call.remote(function, *args, **kwargs))
+                result: _Result = ray.get(actor.handle.call.remote(function, *args))
                 return result
             except RayTaskError as error:
                 raise error.cause from error

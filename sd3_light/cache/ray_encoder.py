@@ -19,7 +19,7 @@ from ray.exceptions import OutOfDiskError, OutOfMemoryError, RayTaskError, Worke
 
 from sd3_light.cache.build_folder import StoredFiles, open_shard_folder
 from sd3_light.cache.copies import Copies, OldShards
-from sd3_light.cache.identity import make_recipe
+from sd3_light.cache.identity import make_identity
 from sd3_light.cache.reuse import ShardCopies
 from sd3_light.cache.shard_builder import Built, tokenize_missing
 from sd3_light.cache.shard_in_progress import ShardInProgress, decode_batches, teacher_column, write_finished
@@ -43,7 +43,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class EncoderSettings:
-    """What an actor needs of the config, and the recipe that its own encoders must have.
+    """What an actor needs of the config, and the identity that its own encoders must have.
 
     ``fetched_bytes`` is the most that old shards of a URL take in ``work_folder``. Actors do not get the rest of the
     config, because it may contain keys of trackers.
@@ -55,7 +55,7 @@ class EncoderSettings:
     decode_ahead: int
     work_folder: Path | None
     fetched_bytes: int
-    recipe: dict[str, Any]
+    identity: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -116,12 +116,12 @@ class ShardEncoder:
                 self._prepared = encoders, _new_scratch(folder)
             return self._prepared
 
-    def call(self, function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
+    def call(self, function: Callable[..., _Result], *args: Any) -> _Result:
         """Return the result of a function of the encoders."""
         with self._named_errors():
             encoders, _ = self._prepare()
             with self._device:
-                return function(encoders, *args, **kwargs)
+                return function(encoders, *args)
 
     def build(self, task: ShardTask) -> tuple[Built, StoredFiles]:
         """Build a shard in the cache. Return what was built and what the store has of it now."""
@@ -144,7 +144,7 @@ class ShardEncoder:
             wait = encoders.waiter()
         wait()
         with open_shard_folder(task.location, task.stored, scratch) as place:
-            fingerprints = self._settings.recipe["columns"]
+            fingerprints = self._settings.identity["columns"]
             write_finished(place.folder / SHARDS, current, task.root, self._settings.model, fingerprints)
             place.push_shard(task.shard.file)
             return Built(len(current.accepted), current.counts), place.stored_files(task.shard.file)
@@ -182,8 +182,8 @@ def _require_same_encoders(settings: EncoderSettings, memo: Path) -> None:
     path = settings.model.diffusers_path
     if not path.is_dir():
         raise UserError(f"model.diffusers_path: {path} does not exist; every node needs it at the same path")
-    own = make_recipe(settings.model, memo)
-    for key, value in settings.recipe.items():
+    own = make_identity(settings.model, memo)
+    for key, value in settings.identity.items():
         if own.get(key) != value:
             hint = "copy the same model folder and version of sd3-light to all nodes"
             raise UserError(f"model.diffusers_path: {path} has another {key} than on the driver's node; {hint}")

@@ -12,7 +12,7 @@ depend on the number of builders, nor on what they have built when another one s
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,6 @@ _CAPTIONS = "captions"
 _FINGERPRINT = 16  # bytes
 _RECORD = np.dtype(f"S{_FINGERPRINT + 8}")
 _MANY_SHARDS = 500  # to compare fewer takes seconds
-_CHUNK = 1 << 14  # records that are compared or written at a time
 
 
 @dataclass(frozen=True)
@@ -225,39 +224,33 @@ def undecoded_lines(shards: Path) -> Iterator[Mapping[str, Any]]:
         yield from (line for line in lines if isinstance(line, dict))
 
 
-def _known_rejects(shards: Path) -> set[str]:
-    """Return the hashes of what earlier builds could not decode and this one cannot either."""
-    lines = (line for line in undecoded_lines(shards) if line.get("reason") not in TRANSIENT)
-    return {str(line[PIXELS]) for line in lines if PIXELS in line}
-
-
 def _write(update: Update, fetch_tables: Callable[[Iterable[str]], None]) -> None:
     columns = update.columns
-    with ExitStack() as stack:
-        names = (*update.entries, _CAPTIONS)
-        wanted = {name: stack.enter_context(SortedArray(f"S{_FINGERPRINT}")) for name in names}
-        _add_wanted(update, wanted)
-        copied = {*map(stored_entry, columns.entries), *([_CAPTIONS] if columns.captions else [])}
-        cells = stack.enter_context(SortedArray(_RECORD))
-        searched = {name: array for name, array in wanted.items() if name in copied and len(array.values)}
-        used = list(_add_cells(update, searched, cells, fetch_tables))
-        images = {entry: wanted[entry] for entry in update.entries if entry != MASK}
-        totals = [sum(len(array.values) for array in images.values()), len(wanted[_CAPTIONS].values)]
-        whole = [array for entry, array in images.items() if entry not in map(stored_entry, columns.encoded_entries)]
-        found = [sum(_count_found(array, cells) for array in whole), 0]
-        if not columns.encoded:  # else every caption lacks some value
-            found[1] = _count_found(wanted[_CAPTIONS], cells)
-        counts = ValueCounts(totals[0] - found[0], found[0], totals[1] - found[1], found[1])
-        _save(update.path, columns, counts, used, cells.values)
+    names = (*update.entries, _CAPTIONS)
+    wanted = {name: SortedArray(f"S{_FINGERPRINT}") for name in names}
+    _add_wanted(update, wanted)
+    copied = {*map(stored_entry, columns.entries), *([_CAPTIONS] if columns.captions else [])}
+    cells = SortedArray(_RECORD)
+    searched = {name: array for name, array in wanted.items() if name in copied and len(array.values)}
+    used = list(_add_cells(update, searched, cells, fetch_tables))
+    images = {entry: wanted[entry] for entry in update.entries if entry != MASK}
+    totals = [sum(len(array.values) for array in images.values()), len(wanted[_CAPTIONS].values)]
+    whole = [array for entry, array in images.items() if entry not in map(stored_entry, columns.encoded_entries)]
+    found = [sum(_count_found(array, cells) for array in whole), 0]
+    if not columns.encoded:  # else every caption lacks some value
+        found[1] = _count_found(wanted[_CAPTIONS], cells)
+    counts = ValueCounts(totals[0] - found[0], found[0], totals[1] - found[1], found[1])
+    _save(update.path, columns, counts, used, cells.values)
 
 
 def _add_wanted(update: Update, wanted: Mapping[str, SortedArray]) -> None:
     """Add the fingerprints of what the shards consist of, without samples that are known to be rejected."""
-    with ExitStack() as stack:
-        rejects = _known_rejects(update.shards)
-        bar = None
-        if len(update.planned) > _MANY_SHARDS:
-            bar = stack.enter_context(progress("comparing with the old shards", len(update.planned), "shards"))
+    # what earlier builds could not decode, this one cannot either
+    lines = (line for line in undecoded_lines(update.shards) if line.get("reason") not in TRANSIENT)
+    rejects = {str(line[PIXELS]) for line in lines if PIXELS in line}
+    total = len(update.planned)
+    shown = progress("comparing with the old shards", total, "shards") if total > _MANY_SHARDS else nullcontext()
+    with shown as bar:
         for shard in update.planned:
             members = update.plan.members(shard)
             if rejects:
@@ -345,21 +338,14 @@ def _wanted_records(fingerprints: NDArray[np.bytes_], wanted: SortedArray, numbe
 
 def _count_found(wanted: SortedArray, cells: SortedArray) -> int:
     """Return how many of the wanted fingerprints have a record."""
-    matches = 0
-    known = cells.values
-    for start in range(0, len(wanted.values) if len(known) else 0, _CHUNK):
-        records = wanted.values[start : start + _CHUNK].astype(_RECORD)
-        index = np.searchsorted(known, records).clip(max=len(known) - 1)
-        matches += int((known[index].astype(f"S{_FINGERPRINT}") == records.astype(f"S{_FINGERPRINT}")).sum())
-    return matches
+    return int(np.isin(wanted.values, cells.values.astype(f"S{_FINGERPRINT}")).sum())
 
 
 def _save(
     path: Path, columns: CopiedColumns, counts: ValueCounts, used: Sequence[ShardEntry], cells: NDArray[np.bytes_]
 ) -> None:
     with atomic_file(path.with_suffix(".cells")) as temporary, open(temporary, "wb") as file:
-        for start in range(0, len(cells), _CHUNK):
-            np.asarray(cells[start : start + _CHUNK]).tofile(file)
+        cells.tofile(file)
     path.with_suffix(".arrow").unlink(missing_ok=True)
     if used:
         with atomic_file(path.with_suffix(".arrow")) as temporary:

@@ -9,18 +9,19 @@ from sd3_light.cache.freshness import undecoded_keys
 from sd3_light.cache.manifest_writer import rejected_keys
 from sd3_light.cache.rows import CatalogueRows
 from sd3_light.cache.shard_in_progress import is_done
-from sd3_light.data.cache_plan import CachePlan, ShowProgress, digest_of
+from sd3_light.data.cache_plan import CachePlan, digest_of
 from sd3_light.data.sides import HeldOut
 from sd3_light.data.split import RECORD, ImageSplit, split_images
 from sd3_light.inputs import read_json_file
 from sd3_light.randomness import sample_id
+from sd3_light.runlog import progress
 from sd3_light.sources.catalogue import InputRow
 from sd3_light.sources.thumbnail_tree import TOLERANCE
 
 _SUFFIX = ".split.json"
 
 
-def find_split(rows: CatalogueRows, show_progress: ShowProgress) -> ImageSplit:
+def find_split(rows: CatalogueRows) -> ImageSplit:
     """Return the sides of a dataset's images. One process decides; the others wait for it."""
     folder = rows.catalogue.folder
     divided = "".join("01"[listing.source.directory.validation] for listing in rows.listings)
@@ -28,7 +29,7 @@ def find_split(rows: CatalogueRows, show_progress: ShowProgress) -> ImageSplit:
 
     def decide(_: str) -> None:
         # the rows are read to look up what is known, to compare the new ones, and to compare the others with these
-        with show_progress("dividing the dataset", 3 * rows.count, "rows") as bar:
+        with progress("dividing the dataset", 3 * rows.count, "rows") as bar:
             split = split_images(partial(_counted, rows, bar.advance), folder / RECORD)
         rows.store(path, asdict(split))
 

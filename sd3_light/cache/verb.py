@@ -7,7 +7,7 @@ captions, and encode the rest.
 """
 
 from sd3_light.cache.dataset_build import DatasetBuild
-from sd3_light.cache.identity import is_remote, is_trusted, make_recipe
+from sd3_light.cache.identity import is_remote, is_trusted, make_identity
 from sd3_light.cache.local_builder import Builder, LocalBuilder
 from sd3_light.cache.report import CacheOptions, CacheReport
 from sd3_light.config import LoadedConfig, TrainConfig
@@ -15,7 +15,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
 from sd3_light.runlog import info
 
-__all__ = ["CacheOptions", "CacheReport", "make_recipe", "run"]
+__all__ = ["CacheOptions", "CacheReport", "make_identity", "run"]
 
 
 def run(loaded: LoadedConfig, launch: Launch | None = None, options: CacheOptions | None = None) -> list[CacheReport]:

@@ -10,7 +10,7 @@ from sd3_light.config import EmaConfig, TrainConfig
 from sd3_light.config.cross_checks import config_warnings
 from sd3_light.core.caption_lengths import cut_prompts, short_captions
 from sd3_light.core.registry import family_of
-from sd3_light.cost.amount import Amount, format_bytes
+from sd3_light.cost.amount import format_bytes
 from sd3_light.cost.disk_space import (
     CACHE_REMEDY,
     DOES_NOT_FIT,
@@ -263,10 +263,10 @@ def _export(train: TrainConfig, estimate: RunEstimate) -> str:
     setup = estimate.setup
     subject = "all weights and their proof" if setup.adapter is None else "the adapter and its proof"
     seconds = f"about {duration(export_seconds(setup))} on {MEASURED_CORES} cores"
-    return f"{subject} take {seconds}, and {format_bytes(export_memory(train, estimate).value)} of host memory"
+    return f"{subject} take {seconds}, and {format_bytes(export_memory(train, estimate))} of host memory"
 
 
-def export_memory(train: TrainConfig, estimate: RunEstimate) -> Amount:
+def export_memory(train: TrainConfig, estimate: RunEstimate) -> int:
     """Return the host memory that an export and its proof add to a process."""
     return export_host(estimate.setup, DTYPE_BYTES[train.save_dtype])
 

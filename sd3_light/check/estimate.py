@@ -8,7 +8,7 @@ from typing import Any
 
 from sd3_light.check.count import BucketCount, SampleCounts, count_samples
 from sd3_light.check.disk import first_clip
-from sd3_light.check.run_setup import BatchPlan, run_setup
+from sd3_light.check.run_setup import BatchSetup, run_setup
 from sd3_light.config import (
     BatchSize,
     CacheLocation,
@@ -336,7 +336,7 @@ class Estimator:
             **self.step(order, self.cost.tokens(bucket), micro_batch),
             prepared=batch_bytes(prepared, micro_batch, masked),
             latents=latent_bytes(prepared, micro_batch, masked),
-            read=micro_batch * sample_bytes(columns, mask=masked).value,
+            read=micro_batch * sample_bytes(columns, masked),
         )
 
     def step(self, order: BucketOrder, tokens: Tokens, micro_batch: int) -> dict[str, Any]:
@@ -382,8 +382,8 @@ class Estimator:
         return Amount(total, formula)
 
     def _setup(self, tokens: Tokens, micro_batch: int) -> TrainingSetup:
-        plan = BatchPlan(tokens, micro_batch, self.accumulation, self.shapes, self.steps)
-        return run_setup(self.train, self.cost, self.layout, plan, self.resident)
+        batches = BatchSetup(tokens, micro_batch, self.accumulation, self.shapes, self.steps)
+        return run_setup(self.train, self.cost, self.layout, batches, self.resident)
 
 
 def _num_shapes(directories: Mapping[int, BucketCount]) -> int:

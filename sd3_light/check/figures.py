@@ -24,7 +24,7 @@ def figures(train: TrainConfig, estimate: RunEstimate, target: Target, conclusio
         "cache": {"disk_bytes": caches},
         "train": {"disk_bytes": disk},
         "export": {
-            "host_bytes": export_command_host(setup, DTYPE_BYTES[train.save_dtype]).value,
+            "host_bytes": export_command_host(setup, DTYPE_BYTES[train.save_dtype]),
             "disk_bytes": export_bytes(train, setup),
             "seconds": round(export_seconds(setup), 1),
         },
@@ -36,8 +36,8 @@ def figures(train: TrainConfig, estimate: RunEstimate, target: Target, conclusio
         weights = count_weights(train.model.diffusers_path)
         texts = sum(count for name, count in weights.items() if name not in (TRANSFORMER.name, "vae"))
         encoders = DTYPE_BYTES[train.model.dtype] * texts
-        commands["cache"]["host_bytes"] = cache_host(encoders, train.caching_num_workers).value
-        commands["train"]["host_bytes"] = train_host(setup, estimate.host, workers, export).value
+        commands["cache"]["host_bytes"] = cache_host(encoders, train.caching_num_workers)
+        commands["train"]["host_bytes"] = train_host(setup, estimate.host.value, workers, export)
         commands["train"]["gpu_bytes"] = memory.state.value + memory.step.value
         commands["train"]["gpu_context_bytes"] = memory.context.value
         commands["sample"]["gpu_bytes"] = drawing_memory(train, estimate, target)["bfloat16"]

@@ -19,7 +19,7 @@ _HEAD_BYTES = 16  # a weight of a head, its gradient and its two moments
 
 
 @dataclass(frozen=True)
-class BatchPlan:
+class BatchSetup:
     """Micro-batches of one kind: the tokens and number of their samples, and how many of them make a step.
 
     ``shapes`` counts the shapes of all micro-batches of the run, ``steps`` its steps, if they are known.
@@ -32,26 +32,26 @@ class BatchPlan:
     steps: int | None = None
 
 
-def run_setup(train: TrainConfig, cost: Cost, layout: Layout, plan: BatchPlan, cache: int = 0) -> TrainingSetup:
+def run_setup(train: TrainConfig, cost: Cost, layout: Layout, batches: BatchSetup, cache: int = 0) -> TrainingSetup:
     """Return the setup of a run; ``cache`` are the bytes of the cache in GPU memory."""
     draws_samples = bool(train.sampling.images) or train.metrics is not None or train.reward is not None
     terms = train.terms
     adapter = None if train.adapter is None else cost.adapter_parameters(train.adapter)
     weights = cost.layer_parameters if adapter is None else adapter
-    flops = plan.samples * training_flops(cost.unrouted, plan.tokens).value
+    flops = batches.samples * training_flops(cost.unrouted, batches.tokens).value
     vae = stored_weights(train.model.diffusers_path / "vae") if draws_samples else ()
     return TrainingSetup(
         cost,
-        plan.tokens,
-        plan.samples * terms.passes,
+        batches.tokens,
+        batches.samples * terms.passes,
         ema_tracks=1 + len(train.ema.track) if train.ema.enable else 0,
         checkpointing=train.activation_checkpointing,
-        compiled=why_uncompiled(train, layout, plan.steps) is None,
+        compiled=why_uncompiled(train, layout, batches.steps) is None,
         fast=cost.why_stock(train, layout) is None,
         graphs=why_no_graphs(train, cost, flops, layout) is None,
-        graph_shapes=min(plan.shapes * (1 if cost.text.is_padded else REAL_TEXT_GRAPHS), MAX_GRAPHS),
+        graph_shapes=min(batches.shapes * (1 if cost.text.is_padded else REAL_TEXT_GRAPHS), MAX_GRAPHS),
         compute_dtype=train.model.transformer_dtype,
-        accumulation=plan.accumulation,
+        accumulation=batches.accumulation,
         optimizer=train.optimizer.type,
         world_size=layout.world_size,
         parallel=train.parallel,

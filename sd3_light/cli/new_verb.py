@@ -68,8 +68,8 @@ def new(
     _report(project)
     train = ("train", project.train_toml)
     suggest(("check", project.train_toml), train, ("sample", project.run, "a prompt"))
-    if project.plan.processes > 1:
-        count = project.plan.processes
+    if project.memory.processes > 1:
+        count = project.memory.processes
         info(f"on all {count} GPUs: {torchrun_line(count, project.train_toml)}")
 
 
@@ -134,8 +134,8 @@ def _data_problem(data: str) -> str | None:
 
 
 def _report(project: "NewProject") -> None:
-    from sd3_light.new.summary import plan_lines, size_line
+    from sd3_light.new.summary import project_lines, size_line
 
     echo(f"wrote {project.train_toml} and {project.data_toml}: {size_line(project)}")
-    for line in plan_lines(project):
+    for line in project_lines(project):
         info(line)

@@ -498,7 +498,7 @@ def one_by_one(key: str, train: TrainConfig) -> Iterator[Fault]:
         (train.adapter, "an adapter is small: its weights stay float32 and its gradients together"),
         (train.parallel == "fsdp2", 'parallel = "fsdp2" shards weights, and this needs one process'),
         (train.pipeline_stages > 1, "pipeline stages are several processes, and this needs one"),
-        (not OPTIMIZERS[name].in_units, f'optimizer.type = "{name}" updates all weights together'),
+        (not OPTIMIZERS[name].in_chunks, f'optimizer.type = "{name}" updates all weights together'),
     ):
         if conflicts:
             yield _fault(key, problem, hint=_ONE_OF_BOTH)

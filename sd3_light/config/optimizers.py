@@ -26,7 +26,7 @@ class OptimizerRecord:
 
     ``fsdp2`` and ``deepspeed``: whether FSDP2, and DeepSpeed with its pipelines, can shard its state. ``step_bytes``:
     memory of one step beside state and gradients, in bytes per squared model width; ``slice_bytes``: for each of the
-    elements that are updated together, by an optimizer that updates weights in bfloat16 itself. ``in_units``:
+    elements that are updated together, by an optimizer that updates weights in bfloat16 itself. ``in_chunks``:
     whether it updates weights independently of each other, so that they may be in bfloat16 and their gradients released
     one by one.
     ``package`` is the library it needs, from the extra ``extra``. ``lr`` is the default learning rate.
@@ -38,7 +38,7 @@ class OptimizerRecord:
     deepspeed: bool = False
     step_bytes: int = 0
     slice_bytes: int = 0
-    in_units: bool = False
+    in_chunks: bool = False
     package: str | None = None
     extra: str | None = None
     lr: float = 1e-4
@@ -56,13 +56,13 @@ class OptimizerRecord:
 
 OPTIMIZERS = {
     "adamw": OptimizerRecord(
-        "AdamW with float32 moments", (StateTerm("AdamW", 8),), fsdp2=True, deepspeed=True, in_units=True
+        "AdamW with float32 moments", (StateTerm("AdamW", 8),), fsdp2=True, deepspeed=True, in_chunks=True
     ),
     "adamw8bit": OptimizerRecord(
         "AdamW with 8-bit moments",
         (StateTerm("AdamW in 8 bits", 2 + 2 * 4 / 256),),  # one float32 scale per 256 values
         slice_bytes=2 * 4,  # the draws that round the second moment and the weight
-        in_units=True,
+        in_chunks=True,
     ),
     "muon": OptimizerRecord(
         "Muon (momentum 0.95) for the matrices of the blocks, with updates scaled to match AdamW, and AdamW for the "
@@ -76,7 +76,7 @@ OPTIMIZERS = {
         "`lr` is larger than AdamW's; `betas` and `eps` are not used",
         (StateTerm("Adafactor", 0),),  # rows and columns alone: 0.005 bytes per parameter of a matrix 1,536 wide
         step_bytes=2 * 4 * 6,  # the update and its estimate, of one matrix at a time
-        in_units=True,
+        in_chunks=True,
         lr=1e-2,
     ),
     "prodigy": OptimizerRecord(

@@ -26,8 +26,8 @@ def drawing_facts(drawing: OwnDrawing, last_time: float | None = None) -> dict[s
 def stated_drawing(facts: Mapping[str, Any], where: Path) -> OwnDrawing:
     """Return the steps and the guidance that facts state, None where they do not; ``where`` is their file."""
     table = _table(facts, where)
-    drawing = OwnDrawing(table.get("steps"), table.get("guidance"))
-    return OwnDrawing(drawing.steps, drawing.guidance, _NOTE) if table.keys() & {"steps", "guidance"} else drawing
+    note = _NOTE if table.keys() & {"steps", "guidance"} else ""
+    return OwnDrawing(table.get("steps"), table.get("guidance"), note)
 
 
 def stated_last_time(facts: Mapping[str, Any], where: Path) -> float | None:

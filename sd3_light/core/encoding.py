@@ -103,7 +103,7 @@ class Encoding(ABC):
 
     @abstractmethod
     def text_settings(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys of [model] that decide the values of a caption, as the recipe of a cache states them."""
+        """Return the keys of [model] that decide the values of a caption, as a cache states them."""
 
     @abstractmethod
     def text_limits(self, folder: Path, settings: Mapping[str, Any]) -> list[TextLimit]:

@@ -218,13 +218,10 @@ def tapped(
     """
     features: dict[int, Tensor] = {}
 
-    def keep(number: int) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            features.setdefault(number, image_tokens(output))
+    def keep(number: int, module: nn.Module, inputs: Any, output: Any) -> None:
+        features.setdefault(number, image_tokens(output))
 
-        return hook
-
-    handles = [blocks[number - 1].register_forward_hook(keep(number)) for number in taps]
+    handles = [blocks[number - 1].register_forward_hook(partial(keep, number)) for number in taps]
     try:
         yield features
     finally:

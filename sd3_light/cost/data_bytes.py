@@ -37,12 +37,9 @@ def _bytes_of(columns: Sequence[Column]) -> Amount:
     return Amount(sum(column.nbytes for column in columns), " + ".join(terms))
 
 
-def sample_bytes(columns: Sequence[Column], captions: int = 1, variants: int = 1, mask: bool = False) -> Amount:
+def sample_bytes(columns: Sequence[Column], mask: bool = False) -> int:
     """Return the cache bytes of one sample, without its fingerprint in the Arrow file (a few hundred bytes)."""
-    image = image_bytes(columns, variants, mask)
-    caption = caption_bytes(columns)
-    value = image.value + captions * caption.value
-    return Amount(value, f"{image.formula} + {captions} caption{'s' if captions != 1 else ''}·{caption.formula}")
+    return image_bytes(columns, mask=mask).value + caption_bytes(columns).value
 
 
 def latent_bytes(prepared: Sequence[Column], batch: int, mask: bool = False) -> int:

@@ -3,7 +3,7 @@
 Mapped files do not count: the kernel drops their pages when it needs them.
 """
 
-from sd3_light.cost.amount import GIB, MIB, Amount, format_bytes
+from sd3_light.cost.amount import GIB, MIB
 from sd3_light.cost.training_setup import TrainingSetup
 
 INTERPRETER_BYTES = 3 * GIB // 10
@@ -26,39 +26,25 @@ def export_seconds(setup: TrainingSetup) -> float:
     return _START_SECONDS + passes * _PASS_SECONDS * setup.cost.parameters
 
 
-def export_host(setup: TrainingSetup, save_bytes: int) -> Amount:
+def export_host(setup: TrainingSetup, save_bytes: int) -> int:
     """Return the host memory that an export and its proof add to a process that trains, or that exports.
 
     Copies of all weights are freed before the clean process loads them.
     """
-    copies = _copies(setup, save_bytes)
-    clean = clean_process(setup)
+    layer = _layer(setup)
     if setup.adapter is None:
-        return Amount(
-            max(copies.value, clean.value), f"the larger of {copies.formula} and {clean.formula} clean process"
-        )
-    return Amount(copies.value + clean.value, f"{copies.formula} + {clean.formula} clean process")
+        return max(save_bytes * setup.cost.parameters + layer, clean_process(setup))
+    return 12 * sum(setup.adapter) + layer + clean_process(setup)
 
 
-def export_command_host(setup: TrainingSetup, save_bytes: int) -> Amount:
+def export_command_host(setup: TrainingSetup, save_bytes: int) -> int:
     """Return the host memory of `export`."""
-    added = export_host(setup, save_bytes)
-    return Amount(INTERPRETER_BYTES + added.value, f"{format_bytes(INTERPRETER_BYTES)} interpreter + {added.formula}")
+    return INTERPRETER_BYTES + export_host(setup, save_bytes)
 
 
-def clean_process(setup: TrainingSetup) -> Amount:
+def clean_process(setup: TrainingSetup) -> int:
     """Return the memory of the process that proves an export: it maps the weights, and widens one layer at a time."""
-    table = setup.cost.table_bytes
-    layer = _layer(setup)
-    formula = f"{format_bytes(INTERPRETER_BYTES)} interpreter + {format_bytes(max(layer, table))} layer or table"
-    return Amount(INTERPRETER_BYTES + max(layer, table), formula)
-
-
-def _copies(setup: TrainingSetup, save_bytes: int) -> Amount:
-    layer = _layer(setup)
-    if setup.adapter is None:
-        return Amount(save_bytes * setup.cost.parameters + layer, f"P·{save_bytes} B + {format_bytes(layer)} layer")
-    return Amount(12 * sum(setup.adapter) + layer, f"A·12 B + {format_bytes(layer)} layer")
+    return INTERPRETER_BYTES + max(_layer(setup), setup.cost.table_bytes)
 
 
 def _layer(setup: TrainingSetup) -> int:
@@ -66,7 +52,7 @@ def _layer(setup: TrainingSetup) -> int:
     return 60 * setup.cost.width**2
 
 
-def train_host(setup: TrainingSetup, loaders: Amount, workers: int, export: Amount) -> Amount:
+def train_host(setup: TrainingSetup, loaders: int, workers: int, export: int) -> int:
     """Return the host memory of a process that trains on a GPU, with its workers and while an export is proven.
 
     ``loaders`` are batches, copies for checkpoints and blocks in host memory. Random weights are drawn in float32
@@ -74,14 +60,9 @@ def train_host(setup: TrainingSetup, loaders: Amount, workers: int, export: Amou
     """
     one_by_one = setup.adapter is not None or setup.hosted_parameters or setup.weight_bytes == 2
     loading = 0 if one_by_one else 4 * setup.cost.parameters
-    held = max(loading, loaders.value + export.value)
-    formula = f"{format_bytes(INTERPRETER_BYTES + CUDA_BYTES)} process + {workers} workers·{format_bytes(WORKER_BYTES)}"
-    formula += f" + {format_bytes(loaders.value)} loaders and checkpoints + {format_bytes(export.value)} export"
-    return Amount(INTERPRETER_BYTES + CUDA_BYTES + workers * WORKER_BYTES + held, formula)
+    return INTERPRETER_BYTES + CUDA_BYTES + workers * WORKER_BYTES + max(loading, loaders + export)
 
 
-def cache_host(encoders: int, workers: int) -> Amount:
+def cache_host(encoders: int, workers: int) -> int:
     """Return the host memory of `cache` on a GPU: text encoders are loaded on the host, all those of a part at once."""
-    formula = f"{format_bytes(INTERPRETER_BYTES + CUDA_BYTES)} process + {format_bytes(encoders)} text encoders"
-    formula += f" + {workers} workers·{format_bytes(WORKER_BYTES)}"
-    return Amount(INTERPRETER_BYTES + CUDA_BYTES + encoders + workers * WORKER_BYTES, formula)
+    return INTERPRETER_BYTES + CUDA_BYTES + encoders + workers * WORKER_BYTES

@@ -46,12 +46,12 @@ class LoadTimes:
             setattr(self, name, getattr(self, name) + seconds)
 
     @contextmanager
-    def measuring(self, part: Literal["read", "prepare"]) -> Iterator[None]:
+    def measuring(self, work: Literal["read", "prepare"]) -> Iterator[None]:
         """Measure the block."""
         wall = time.perf_counter()
         cpu = time.thread_time()
         yield
-        self.add(LoadTimes(**{part: time.perf_counter() - wall, f"{part}_cpu": time.thread_time() - cpu}))
+        self.add(LoadTimes(**{work: time.perf_counter() - wall, f"{work}_cpu": time.thread_time() - cpu}))
 
 
 class PreparesInputs(Protocol):

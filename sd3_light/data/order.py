@@ -260,21 +260,25 @@ class Order:
     def picks(self, step: int, start: int = 0, stop: int | None = None) -> Picks:
         """Return the samples ``start`` to ``stop`` of the global batch of ``step``."""
         epoch, bucket, batch = self.position(step)
-        plan = self.buckets[bucket]
+        bucket_order = self.buckets[bucket]
         table = self._table(epoch, bucket)
-        positions = batch * plan.batch + np.arange(start, plan.batch if stop is None else stop, dtype=np.int64)
-        lap, positions = np.divmod(positions, plan.length)  # lap > 0: padding
+        positions = batch * bucket_order.batch + np.arange(
+            start, bucket_order.batch if stop is None else stop, dtype=np.int64
+        )
+        lap, positions = np.divmod(positions, bucket_order.length)  # lap > 0: padding
         key = _key(self.seed, "samples", epoch, bucket)
-        window, offset = np.divmod(positions, plan.span)
-        shuffled = permute(offset, np.minimum(plan.span, plan.length - window * plan.span), _hash(key, window))
-        positions = window * plan.span + shuffled
+        window, offset = np.divmod(positions, bucket_order.span)
+        shuffled = permute(
+            offset, np.minimum(bucket_order.span, bucket_order.length - window * bucket_order.span), _hash(key, window)
+        )
+        positions = window * bucket_order.span + shuffled
         block = np.searchsorted(table.starts, positions, side="right") - 1
         segment = table.segment[block]
         rounds = table.rounds[block]
         # rows are shuffled too: a fractional repeat takes other rows each epoch, and a window's edge splits a shard at
         # random
-        index = permute(positions - table.starts[block], plan.sizes[segment], _hash(key, segment, rounds))
-        return Picks(epoch, bucket, segment, index, rounds + lap * plan.most_repeats)
+        index = permute(positions - table.starts[block], bucket_order.sizes[segment], _hash(key, segment, rounds))
+        return Picks(epoch, bucket, segment, index, rounds + lap * bucket_order.most_repeats)
 
     def picks_by_segment(self, step: int, start: int, stop: int) -> Picks:
         """Return the samples ``start`` to ``stop`` of the global batch of ``step``, sorted by segment in each window.
@@ -283,13 +287,13 @@ class Order:
         steps of a window are in about the same ones. Only the windows of the range are computed.
         """
         _, bucket, batch = self.position(step)
-        plan = self.buckets[bucket]
-        origin = batch * plan.batch
-        first = max(0, plan.window_edges(origin + start)[0] - origin)
-        last = min(plan.batch, plan.window_edges(origin + stop - 1)[1] - origin)
+        bucket_order = self.buckets[bucket]
+        origin = batch * bucket_order.batch
+        first = max(0, bucket_order.window_edges(origin + start)[0] - origin)
+        last = min(bucket_order.batch, bucket_order.window_edges(origin + stop - 1)[1] - origin)
         picks = self.picks(step, first, last)
-        lap, position = np.divmod(origin + np.arange(first, last, dtype=np.int64), plan.length)
-        rows = np.lexsort((picks.segment, position // plan.span, lap))[start - first : stop - first]
+        lap, position = np.divmod(origin + np.arange(first, last, dtype=np.int64), bucket_order.length)
+        rows = np.lexsort((picks.segment, position // bucket_order.span, lap))[start - first : stop - first]
         return Picks(picks.epoch, picks.bucket, picks.segment[rows], picks.index[rows], picks.repeat[rows])
 
     def segments_of_share(self, windows: WindowRange, start: int, stop: int) -> Indices:
@@ -298,17 +302,17 @@ class Order:
         Exact where the batch contains a whole window. Where it is a part of the window, the share of its samples that
         precede a segment varies; the result covers two standard deviations.
         """
-        plan = self.buckets[windows.bucket]
-        lap = (windows.origin + start) // plan.length * plan.length
+        bucket_order = self.buckets[windows.bucket]
+        lap = (windows.origin + start) // bucket_order.length * bucket_order.length
         parts = []
         for number in range(windows.first, windows.last + 1):
-            low = start / plan.batch
-            high = stop / plan.batch
-            margin = plan.batch**-0.5
-            if plan.batch > plan.span:
-                edges = plan.window_edges(lap + number * plan.span)
+            low = start / bucket_order.batch
+            high = stop / bucket_order.batch
+            margin = bucket_order.batch**-0.5
+            if bucket_order.batch > bucket_order.span:
+                edges = bucket_order.window_edges(lap + number * bucket_order.span)
                 first = max(edges[0], windows.origin)
-                last = min(edges[1], windows.origin + plan.batch)
+                last = min(edges[1], windows.origin + bucket_order.batch)
                 low, high = ((windows.origin + at - first) / (last - first) for at in (start, stop))
                 margin = 0.0 if (first, last) == edges else (last - first) ** -0.5
             parts.append(self._segments_between(windows, number, low - margin, high + margin))
@@ -317,8 +321,8 @@ class Order:
     def _segments_between(self, windows: WindowRange, number: int, low: float, high: float) -> Indices:
         """Return the segments between two shares of a window's samples, sorted by segment."""
         table = self._table(windows.epoch, windows.bucket)
-        plan = self.buckets[windows.bucket]
-        edges = plan.window_edges(number * plan.span)
+        bucket_order = self.buckets[windows.bucket]
+        edges = bucket_order.window_edges(number * bucket_order.span)
         first = int(np.searchsorted(table.starts, edges[0], side="right")) - 1
         last = int(np.searchsorted(table.starts, edges[1], side="left"))
         order = np.argsort(table.segment[first:last], kind="stable")
@@ -341,13 +345,13 @@ class Order:
         the next batch, because a rank does not need the windows of the other ranks.
         """
         epoch, bucket, batch = self.position(step)
-        plan = self.buckets[bucket]
-        first = (batch + 1) * plan.batch
-        if first >= plan.length:
+        bucket_order = self.buckets[bucket]
+        first = (batch + 1) * bucket_order.batch
+        if first >= bucket_order.length:
             epoch = epoch + 1
             first = 0
-        is_long = plan.batch > plan.span
-        last = first + (stop or plan.batch if is_long else plan.span)
+        is_long = bucket_order.batch > bucket_order.span
+        last = first + (stop or bucket_order.batch if is_long else bucket_order.span)
         return replace(self._windows(epoch, bucket, first + is_long * start, last), origin=first)
 
     def _windows(self, epoch: int, bucket: int, first: int, last: int) -> WindowRange:

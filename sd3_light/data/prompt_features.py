@@ -38,28 +38,28 @@ _OF_IMAGES = (
     "vae_dtype",
     "teacher",
     "columns",
-)  # keys of a recipe that do not decide a text
+)  # keys of an identity that do not decide a text
 
 
-def prompt_file(prompt: str, recipe: Mapping[str, Any]) -> str:
-    """Return the name of a prompt's file in `PROMPTS_FOLDER`, given the cache's recipe."""
-    of_texts = {key: value for key, value in recipe.items() if key not in _OF_IMAGES}
+def prompt_file(prompt: str, identity: Mapping[str, Any]) -> str:
+    """Return the name of a prompt's file in `PROMPTS_FOLDER`, given the cache's identity."""
+    of_texts = {key: value for key, value in identity.items() if key not in _OF_IMAGES}
     inputs = {"format": _FORMAT, "prompt": prompt, **of_texts}
     digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode())
     return f"{digest.hexdigest()[:32]}.safetensors"
 
 
-def write_prompt(cache: Path, prompt: str, recipe: Mapping[str, Any], features: PromptFeatures) -> None:
+def write_prompt(cache: Path, prompt: str, identity: Mapping[str, Any], features: PromptFeatures) -> None:
     """Write a prompt's features to a cache folder atomically."""
     folder = cache / PROMPTS_FOLDER
     folder.mkdir(exist_ok=True)
     about = {"prompt": prompt, "sha256": _values_sha256(save(features))}
-    write_atomically(folder / prompt_file(prompt, recipe), save(features, {"about": json.dumps(about)}))
+    write_atomically(folder / prompt_file(prompt, identity), save(features, {"about": json.dumps(about)}))
 
 
-def read_prompt(cache: CacheLocation, prompt: str, recipe: Mapping[str, Any]) -> PromptFeatures | None:
+def read_prompt(cache: CacheLocation, prompt: str, identity: Mapping[str, Any]) -> PromptFeatures | None:
     """Read a prompt's features from a cache folder or URL; None if they are missing or damaged."""
-    name = f"{PROMPTS_FOLDER}/{prompt_file(prompt, recipe)}"
+    name = f"{PROMPTS_FOLDER}/{prompt_file(prompt, identity)}"
     try:
         if isinstance(cache, Path):
             return _parse(read_limited(cache / name))
@@ -82,11 +82,11 @@ def _values_sha256(data: bytes) -> str:
     return hashlib.sha256(data[read_header(BytesIO(data)).start :]).hexdigest()
 
 
-def has_prompt(cache: CacheLocation, prompt: str, recipe: Mapping[str, Any]) -> bool:
+def has_prompt(cache: CacheLocation, prompt: str, identity: Mapping[str, Any]) -> bool:
     """Return whether a cache has a prompt's features; those in a folder are not read."""
     if isinstance(cache, Path):
-        return (cache / PROMPTS_FOLDER / prompt_file(prompt, recipe)).is_file()
-    return read_prompt(cache, prompt, recipe) is not None
+        return (cache / PROMPTS_FOLDER / prompt_file(prompt, identity)).is_file()
+    return read_prompt(cache, prompt, identity) is not None
 
 
 def encode_prompts(encoders: Encoders, prompts: Sequence[str], names: Iterable[str]) -> list[PromptFeatures]:

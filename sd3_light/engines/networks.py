@@ -1,6 +1,7 @@
 """The networks that an objective trains beside the denoiser, each by its own AdamW; every process holds all of them."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,8 +36,8 @@ class Networks:
             self._optimizers[name] = torch.optim.AdamW(
                 named.values(), lr=network.lr, betas=network.betas, weight_decay=network.weight_decay, fused=True
             )
+            network.module.requires_grad_(False)  # the denoiser's loss does not train it
             for weight in named.values():
-                weight.requires_grad_(False)  # the denoiser's loss does not train it
                 create_adamw_state(self._optimizers[name], weight)
 
     def _due(self) -> list[str]:
@@ -46,17 +47,16 @@ class Networks:
     def accumulate(self, batch: Batch, count: int) -> None:
         """Add the gradients of one of a step's ``count`` micro-batches, if the step trains a network."""
         due = self._due()
-        weights = {name: list(self._weights[name].values()) for name in due}
-        for weight in (weight for own in weights.values() for weight in own):
-            weight.requires_grad_(True)
+        for name in due:
+            self._networks[name].module.requires_grad_(True)
         each = self._model.objective.network_losses(self._model, batch) if due else {}
-        for name, own in weights.items():
-            gradients = torch.autograd.grad(each[name].mean() / count, own, retain_graph=name != due[-1])
+        for name in due:
+            weights = list(self._weights[name].values())
+            gradients = torch.autograd.grad(each[name].mean() / count, weights, retain_graph=name != due[-1])
             earlier = self._gradients.get(name)
-            summed = list(gradients) if earlier is None else torch._foreach_add(earlier, gradients)
-            self._gradients[name] = list(summed)
-        for weight in (weight for own in weights.values() for weight in own):
-            weight.requires_grad_(False)
+            self._gradients[name] = list(gradients if earlier is None else torch._foreach_add(earlier, gradients))
+        for name in due:
+            self._networks[name].module.requires_grad_(False)
 
     def step(self) -> None:
         """Update the networks that the step trains with their mean gradients; not where one is not finite."""
@@ -65,12 +65,11 @@ class Networks:
                 dist.all_reduce(gradient)
             for weight, gradient in zip(self._weights[name].values(), gradients, strict=True):
                 weight.grad = gradient / self._launch.world_size
-            optimizer: object = self._optimizers[name]
-            optimizer.grad_scale = None  # type: ignore[attr-defined]
-            finite = torch.isfinite(sum_of_squares(gradients))
-            optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
-            self._optimizers[name].step()
-            self._optimizers[name].zero_grad()
+            optimizer: Any = self._optimizers[name]
+            optimizer.grad_scale = None
+            optimizer.found_inf = (~torch.isfinite(sum_of_squares(gradients))).float()
+            optimizer.step()
+            optimizer.zero_grad()
         self._gradients.clear()
 
     def weights(self) -> Iterator[TensorPiece]:

@@ -110,6 +110,7 @@ def _finite(features: Tensor) -> Tensor:
     return features
 
 
+@dataclass
 class Comparison:
     """The true images, one per caption, with which sets of images of the same captions are compared.
 
@@ -117,21 +118,15 @@ class Comparison:
     ``pixels`` of the true images sets have paired differences, and PSNR and edge agreement.
     """
 
-    def __init__(
-        self,
-        truths: Tensor,
-        texts: Tensor | None,
-        captions: Sequence[str],
-        seed: int = 0,
-        pixels: Sequence[Pixels] | None = None,
-    ) -> None:
-        if len(captions) < MIN_IMAGES:
-            raise UserError(f"{len(captions)} images are too few to compare; give at least {MIN_IMAGES}")
-        self.truths = truths
-        self.texts = texts
-        self.captions = captions
-        self.seed = seed
-        self.pixels = pixels
+    truths: Tensor
+    texts: Tensor | None
+    captions: Sequence[str]
+    seed: int = 0
+    pixels: Sequence[Pixels] | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.captions) < MIN_IMAGES:
+            raise UserError(f"{len(self.captions)} images are too few to compare; give at least {MIN_IMAGES}")
 
     @property
     def among(self) -> int:

@@ -5,6 +5,7 @@ The quantiles are those of the run's own distribution of t. Fixed times compare 
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,11 +50,11 @@ class QuantileBatches(Dataset[tuple[CachedBatch, float]]):
         return self._last[1], self.points[point]
 
 
+@dataclass
 class EvalPreparer:
     """Prepares the items of `QuantileBatches` with a model, and marks padding."""
 
-    def __init__(self, model: PreparesInPlace) -> None:
-        self.model = model
+    model: PreparesInPlace
 
     def prepare_inputs(self, batch: Any, timestep_quantile: float | None = None) -> Batch:
         """Return the batch of an item at its quantile; its ``weight`` is 0 for padding.

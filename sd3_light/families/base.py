@@ -378,7 +378,7 @@ def _denoiser_config(model: ModelConfig) -> dict[str, Any] | None:
     return read_json(path) if path.is_file() else None
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=32)
 def _counted(family: StockFamily, config: str, prepared: tuple[Column, ...], shape: LatentShape) -> "StockCost":
     """Return the cost of a denoiser; counting takes seconds, and stages ask several times."""
     from sd3_light.families.stock.cost import StockCost

@@ -44,11 +44,9 @@ class PRX(StockFamily):
     def refusal(self, folder: Path) -> str | None:
         """See `Family.refusal`."""
         patch = read_json(folder / "transformer" / "config.json").get("patch_size")
-        return (
-            None
-            if patch == self.patch
-            else f"its denoiser has patches of {patch!r:.80}, and only {self.patch} is known"
-        )
+        if patch == self.patch:
+            return None
+        return f"its denoiser has patches of {patch!r:.80}, and only {self.patch} is known"
 
     def denoise(self, denoiser: "nn.Module", batch: "Batch", guidance: float) -> "Tensor":
         """See `StockFamily.denoise`."""

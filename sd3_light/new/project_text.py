@@ -12,7 +12,7 @@ from sd3_light.cost.amount import format_bytes
 from sd3_light.data.split import expected_split
 from sd3_light.formats import plural
 from sd3_light.new.kinds import Kind
-from sd3_light.new.memory_plan import MemoryPlan
+from sd3_light.new.memory_choice import MemoryChoice
 from sd3_light.optim.power_function import ramped_decay
 from sd3_light.recipes import FOLDER
 
@@ -39,7 +39,7 @@ _RELEASE: dict[str, tuple[Any, str]] = {
     "gradient_clipping": (0.0, "gradient_release frees gradients one by one"),
     "gradient_release": (True, "update weights in the backward pass"),
     "optimizer.type": ("adamw8bit", "moments in 8 bits"),
-}  # see `MemoryPlan.release`
+}  # see `MemoryChoice.release`
 _FEW_IMAGES = 50
 _PASSES = 9  # over the held-out images, for the raw weights and for each average; as many with eval_at_fixed_t
 _EVALUATION_SHARE = 0.15  # of the FLOPs of training, at most
@@ -67,7 +67,7 @@ class TextValues:
     data: str
     model: str
     resolution: int
-    plan: MemoryPlan
+    memory: MemoryChoice
     t5_length: int = 1
     shift: float = 3.0
     epoch_steps: int = 1
@@ -112,7 +112,7 @@ def data_toml(kind: Kind, values: TextValues) -> str:
 
 def train_toml(kind: Kind, values: TextValues) -> str:
     """Return the text of the train TOML."""
-    plan = values.plan
+    memory = values.memory
     steps = kind.steps(values.epoch_steps, values.affordable)
     text = _without_edits(_without_head((FOLDER / f"{kind.recipe}.toml").read_text(encoding="utf-8")))
     text = re.sub(r"(\n#)?\n# For sample images during training.*", "\n", text, flags=re.DOTALL)
@@ -124,49 +124,51 @@ def train_toml(kind: Kind, values: TextValues) -> str:
         text = _set(text, key, value, comment)
     keys = _distilled(values.keys) if kind.distills else values.keys
     text = _with_keys(text, keys)
-    if plan.accumulation > 1:
-        line = f"gradient_accumulation_steps = {plan.accumulation}"
+    if memory.accumulation > 1:
+        line = f"gradient_accumulation_steps = {memory.accumulation}"
         text = re.sub(r"^(micro_batch_size_per_gpu =.*)$", rf"\1\n{line}", text, flags=re.MULTILINE)
     sampling = _sampling(values.prompts, steps, keys) if values.prompts else ""
     return text.rstrip() + "\n" + sampling
 
 
-def _levels(plan: MemoryPlan) -> str:
+def _levels(memory: MemoryChoice) -> str:
     """Return the other levels of checkpointing for the same kind of blocks."""
-    return "false, a share of the blocks, true" if isinstance(plan.checkpointing, float) else 'false, "selective", true'
+    return (
+        "false, a share of the blocks, true" if isinstance(memory.checkpointing, float) else 'false, "selective", true'
+    )
 
 
 def _changes(kind: Kind, values: TextValues, text: str) -> dict[str, tuple[Any, str]]:
     """Return the keys that name the project or depend on memory, each with its value and a comment."""
-    plan = values.plan
+    memory = values.memory
     changes = {
         "output_dir": (f"runs/{values.name}", ""),
         "dataset": (f"{values.name}_data.toml", ""),
-        "micro_batch_size_per_gpu": (plan.micro_batch, _batch_comment(plan, kind.shrunk > 1)),
-        "activation_checkpointing": (plan.checkpointing, f"fast to small: {_levels(plan)}"),
+        "micro_batch_size_per_gpu": (memory.micro_batch, _batch_comment(memory, kind.shrunk > 1)),
+        "activation_checkpointing": (memory.checkpointing, f"fast to small: {_levels(memory)}"),
         "model.diffusers_path": (values.model, ""),
         "model.t5_max_length": (values.t5_length, "tokens"),
     }
     if kind.draws:
         changes["reward.prompts"] = (prompts_file(values), "one per line: the captions of the images")
         changes["reward.prompts_per_draw"] = (min(_PROMPTS_PER_DRAW, max(1, len(values.drawn))), "")
-    if plan.base_bits < 16:
-        changes["adapter.base_bits"] = (plan.base_bits, "of a frozen weight, so that the denoiser fits; 16 is exact")
-    if plan.swap_blocks:
-        held = ", for weights and moments that do not fit on the GPU" if plan.release else ""
-        changes["swap_blocks"] = (plan.swap_blocks, f"{format_bytes(plan.host)} of host memory{held}")
+    if memory.base_bits < 16:
+        changes["adapter.base_bits"] = (memory.base_bits, "of a frozen weight, so that the denoiser fits; 16 is exact")
+    if memory.swap_blocks:
+        held = ", for weights and moments that do not fit on the GPU" if memory.release else ""
+        changes["swap_blocks"] = (memory.swap_blocks, f"{format_bytes(memory.host)} of host memory{held}")
     if values.size is not None:
         changes["model.size"] = (values.size, "so that it fits the memory of the GPU")
     if values.layers is not None:
         changes |= {f"model.shape.num_{part}": (values.layers, "few, for a CPU") for part in ("layers", "heads")}
     if kind.continues and "shift" in tomllib.loads(text)["model"]:
         changes["model.shift"] = (values.shift, "as in the model's scheduler")
-    changes |= _RELEASE if plan.release else {}
-    if plan.narrow:
+    changes |= _RELEASE if memory.release else {}
+    if memory.narrow:
         changes["optimizer.weight_dtype"] = ("bfloat16", "float32 does not fit; rounded stochastically")
-    if not plan.averages:
+    if not memory.averages:
         changes["ema.enable"] = (False, "the average does not fit")
-    if "parallel" in _keys(text) and plan.processes == 1:
+    if "parallel" in _keys(text) and memory.processes == 1:
         changes["parallel"] = ("ddp", 'several GPUs: "fsdp2" shards the weights')
     return changes
 
@@ -175,7 +177,8 @@ def _lengths(kind: Kind, values: TextValues, text: str, steps: int) -> dict[str,
     """Return the number of steps, and the intervals of the recipe by it: smaller batches have more steps."""
     keys = _keys(text)
     changes: dict[str, tuple[Any, str]] = {}
-    shrunk = max(1, kind.batch * kind.shrunk // values.plan.samples_per_step)  # intervals are those of as many samples
+    # intervals are those of as many samples
+    shrunk = max(1, kind.batch * kind.shrunk // values.memory.samples_per_step)
     if "max_steps" in keys:
         changes["max_steps"] = (steps, "" if kind.draws else f"{steps / values.epoch_steps:,.0f} epochs")
     if keys.get("cooldown_steps", 0) > 1:
@@ -188,7 +191,7 @@ def _lengths(kind: Kind, values: TextValues, text: str, steps: int) -> dict[str,
     wanted = ema["decay"] ** (1 / shrunk)
     decay = min(wanted, ramped_decay(steps, ema["update_every"], wanted))
     decay = round(decay, 4 if decay < 0.999 else 6)
-    if decay != ema["decay"] and values.plan.averages:
+    if decay != ema["decay"] and values.memory.averages:
         covered = min(steps, round(ema["update_every"] / (1 - decay)))
         changes["ema.decay"] = (decay, f"the average covers about the last {plural(covered, 'step')}")
     return changes
@@ -205,7 +208,7 @@ def _evaluation(values: TextValues, text: str, steps: int) -> dict[str, tuple[An
     tables = tomllib.loads(text)
     passes = _PASSES * (1 + is_few) * (1 + tables["ema"]["enable"])
     # a training step is as many FLOPs as three forward passes
-    fewest = round(passes * expected_split(values.images) / (3 * _EVALUATION_SHARE * values.plan.samples_per_step))
+    fewest = round(passes * expected_split(values.images) / (3 * _EVALUATION_SHARE * values.memory.samples_per_step))
     saves = int(tables.get("save_every_n_steps", 1000))
     if fewest > saves:
         saves = min(steps, 100 * math.ceil(fewest / 100))
@@ -217,11 +220,11 @@ def _evaluation(values: TextValues, text: str, steps: int) -> dict[str, tuple[An
     return changes
 
 
-def _batch_comment(plan: MemoryPlan, is_shrunk: bool) -> str:
+def _batch_comment(memory: MemoryChoice, is_shrunk: bool) -> str:
     """Return the samples per step, the GPUs that share them, and why they are few."""
-    gpus = "" if plan.needed is None else f" on {plural(plan.processes, 'GPU')}"
+    gpus = "" if memory.needed is None else f" on {plural(memory.processes, 'GPU')}"
     reason = "; more would repeat images of small buckets" if is_shrunk else ""
-    return f"{plural(plan.samples_per_step, 'sample')} per step{gpus}{reason}"
+    return f"{plural(memory.samples_per_step, 'sample')} per step{gpus}{reason}"
 
 
 def _with_keys(text: str, keys: Mapping[str, Any]) -> str:

@@ -25,12 +25,12 @@ from sd3_light.formats import plural
 from sd3_light.model.folder import JUDGE
 from sd3_light.model.part_configs import read_config
 from sd3_light.new.kinds import KINDS, Kind
-from sd3_light.new.memory_plan import MemoryPlan, plan_memory
+from sd3_light.new.memory_choice import MemoryChoice, choose_memory
 from sd3_light.new.project_text import TextValues, data_toml, prompts_file, train_toml
 from sd3_light.new.prompts import sample_prompts
 from sd3_light.system import Gpu, usable_cores
 
-__all__ = ["KINDS", "NewProject", "conclude", "files", "plan", "run"]
+__all__ = ["KINDS", "NewProject", "conclude", "files", "prepare", "run"]
 
 _DROPOUT = "model.enable_uncond_text_dropout"
 _SEEN = {"model.references": 1}  # of edits, for a family whose config says how many images it sees
@@ -56,7 +56,7 @@ class NewProject:
     images: int
     steps: int
     resolution: int
-    plan: MemoryPlan
+    memory: MemoryChoice
     time: str
     has_clips: bool = False
     held_out: int = 0
@@ -82,7 +82,7 @@ def run(
 
     With ``validation`` a part of the images is held out.
     """
-    project = plan(kind_name, data, model, out, resolution, gpus, validation)
+    project = prepare(kind_name, data, model, out, resolution, gpus, validation)
     out.mkdir(parents=True, exist_ok=True)
     for path, text in reversed(files(project)):
         write_atomically(path, text.encode())
@@ -95,7 +95,7 @@ def files(project: NewProject) -> list[tuple[Path, str]]:
     return tomls if project.prompts is None else [*tomls, project.prompts]
 
 
-def plan(
+def prepare(
     kind_name: str,
     data: str,
     model: str | None = None,
@@ -122,7 +122,7 @@ def plan(
     base = _located(model or kind.model)
     if not kind.continues and Path(base).is_dir():
         _require_random_start(family_of_folder(Path(base)), base)
-    first = TextValues(kind_name, source, base, _SMALLEST, MemoryPlan(1, 1, False, max(1, len(gpus))))
+    first = TextValues(kind_name, source, base, _SMALLEST, MemoryChoice(1, 1, False, max(1, len(gpus))))
     first = replace(first, layers=None if gpus or kind.cpu is None else kind.cpu.layers, validation=validation)
     first = replace(first, keys={"side_step": _SMALLEST})
     with TemporaryDirectory() as folder:
@@ -138,7 +138,7 @@ def plan(
         project.estimate.data.samples,
         project.steps,
         values.resolution,
-        values.plan,
+        values.memory,
         project.work.time_on(gpus[0]) if gpus else project.work.time_on_cpu(project.cpu_speed),
         has_clips=family.media == "video",
         held_out=project.estimate.data.held_out,
@@ -161,7 +161,7 @@ def conclude(project: NewProject, elsewhere: bool = False) -> list[tuple[str, st
         for path, text in files(project):
             (Path(folder) / path.name).write_text(located.get(path, text), encoding="utf-8")
         loaded = check.load(Path(folder) / project.train_toml.name, overrides)
-        estimate = check.run(loaded, project.plan.processes)
+        estimate = check.run(loaded, project.memory.processes)
         gpu = project.gpus[0] if project.gpus else None
         target = check.Target(gpu, gpu is None, elsewhere, project.cpu_speed)
         return check.conclude(loaded.train, estimate, target)
@@ -190,15 +190,15 @@ class _Fitted:
     def work_of(self, steps: int) -> check.Work:
         """Return what a number of steps computes."""
         rows = self.estimate.data.rows
-        plan = self.values.plan
+        memory = self.values.memory
         setup = self.estimate.setup
         epoch_flops = sum(row.samples * row.step_flops.value / row.global_batch for row in rows)
-        flops = steps * plan.samples_per_step * epoch_flops / sum(row.samples for row in rows)
+        flops = steps * memory.samples_per_step * epoch_flops / sum(row.samples for row in rows)
         blocks = setup.cost.num_blocks
         at_most = setup.cost.text.at_most
         kind = measured_blocks(setup.block_kind, setup.adapter is not None)
-        micro_batches = steps * plan.accumulation
-        return check.Work(flops, micro_batches, kind, blocks, plan.processes, setup.graphs, at_most)
+        micro_batches = steps * memory.accumulation
+        return check.Work(flops, micro_batches, kind, blocks, memory.processes, setup.graphs, at_most)
 
 
 def _fit(kind: Kind, first: TextValues, folder: Path, resolution: int | None, gpus: tuple[Gpu, ...]) -> _Fitted:
@@ -218,18 +218,18 @@ def _fit(kind: Kind, first: TextValues, folder: Path, resolution: int | None, gp
     loaded, estimate = _estimated(kind, values, folder)
     if kind.continues and not kind.draws:
         kind = kind.with_fair_batch([row.samples for row in estimate.data.rows])
-    plan = plan_memory(estimate, loaded.train, kind, gpus)
-    if kind.smaller_size is not None and not plan.is_roomy:
+    memory = choose_memory(estimate, loaded.train, kind, gpus)
+    if kind.smaller_size is not None and not memory.is_roomy:
         values = replace(values, size=kind.smaller_size)
         loaded, estimate = _estimated(kind, values, folder)
-        plan = plan_memory(estimate, loaded.train, kind, gpus)
-    speed = None if gpus else check.cpu_speed(loaded, (), estimate, plan.micro_batch)
+        memory = choose_memory(estimate, loaded.train, kind, gpus)
+    speed = None if gpus else check.cpu_speed(loaded, (), estimate, memory.micro_batch)
     data = estimate.data
     kept = 1 - data.held_out / max(1, data.samples)
     trained = [max(1, round(kept * row.samples)) for row in data.rows]
-    epoch_steps = sum(math.ceil(samples / plan.samples_per_step) for samples in trained)
+    epoch_steps = sum(math.ceil(samples / memory.samples_per_step) for samples in trained)
     prompts = _drawn(family, sample_prompts(data.captions, kind.continues))
-    values = replace(values, plan=plan, epoch_steps=epoch_steps, prompts=prompts, images=data.samples)
+    values = replace(values, memory=memory, epoch_steps=epoch_steps, prompts=prompts, images=data.samples)
     values = replace(values, drawn=tuple(dict.fromkeys(" ".join(text.split()) for text in data.captions)))
     project = _Fitted(kind, values, family, estimate, speed)
     if gpus or kind.cpu is None:
@@ -279,7 +279,7 @@ def _estimated(kind: Kind, values: TextValues, folder: Path) -> tuple[LoadedConf
     """Load a project and estimate it."""
     loaded = _load(kind, values, folder)
     try:
-        return loaded, check.run(loaded, values.plan.processes)
+        return loaded, check.run(loaded, values.memory.processes)
     except ConfigFaults as error:
         raise _about_options(error) from None
 
@@ -288,7 +288,7 @@ def _notes(project: _Fitted) -> Iterator[str]:
     """Yield what the family offers against forgetting and for its text encoders, and what the data lacks."""
     kind = project.kind
     data = project.estimate.data
-    plan = project.values.plan
+    memory = project.values.memory
     if kind.draws:
         drawn = f"{len(project.values.drawn):,} captions"
         yield f"prompts: {drawn}; edit reward.score, and the prompts (docs/reference/rewards.md)"
@@ -296,9 +296,9 @@ def _notes(project: _Fitted) -> Iterator[str]:
         title = project.family.title
         yield f"prior preservation: available for {title}; add a [[directory]] of class images (docs/start/finetune.md)"
         yield f"text encoders: not trained for {title}, because the cache holds their outputs"
-    if plan.samples_per_step > kind.batch:
+    if memory.samples_per_step > kind.batch:
         yield (
-            f"{plural(plan.processes, 'GPU')} train {plan.samples_per_step} samples per step, and images of small "
+            f"{plural(memory.processes, 'GPU')} train {memory.samples_per_step} samples per step, and images of small "
             "buckets are repeated to fill them: train on fewer GPUs, or give more images of these shapes"
         )
     epochs = project.steps / project.values.epoch_steps

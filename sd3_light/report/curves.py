@@ -152,7 +152,7 @@ class CurveBuilder:
         for name in self._names:
             yield from self._column(name, self._records, name)
         for group in self._groups:
-            fields = [record.get(group, {}) for record in self._records]
+            fields = [record.get(group) or {} for record in self._records]  # null: not measured
             for name in dict.fromkeys(name for each in fields for name in each):
                 yield from self._column(f"{group}/{name}", fields, name)
 

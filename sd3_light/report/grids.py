@@ -22,6 +22,8 @@ MOST_BYTES = 15_000_000
 
 _SIDE = 1280  # pixels
 _T = TypeVar("_T")
+UriOf = Callable[[Path, Image.Image], str]
+"""Returns the source of an image in a page, from its path inside the run folder and the opened file."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +47,11 @@ class GridSeries:
 
 
 def load_grids(
-    report: RunReport, notes: list[str], uri_of: Callable[[Path, Image.Image], str] = lambda _, image: _embed(image)
+    report: RunReport,
+    notes: list[str],
+    uri_of: UriOf = lambda _, image: data_uri(image.convert("RGB"), _SIDE),
 ) -> list[GridSeries]:
-    """Load the grids that the log names, by weights; files that cannot be shown are added to ``notes``.
-
-    ``uri_of`` returns the source of an image, from its path inside the run folder and the opened file.
-    """
+    """Load the grids that the log names, by weights; files that cannot be shown are added to ``notes``."""
     if not report.samples:
         return []
     num_series = len(report.samples)
@@ -95,7 +96,7 @@ def sample_file(event: LogEvent) -> Path:
     return file
 
 
-def _load(folder: Path, event: LogEvent, uri_of: Callable[[Path, Image.Image], str]) -> SampleGrid:
+def _load(folder: Path, event: LogEvent, uri_of: UriOf) -> SampleGrid:
     file = sample_file(event)
     with open_regular(folder / file) as data, Image.open(data) as opened:
         size = opened.size
@@ -105,10 +106,6 @@ def _load(folder: Path, event: LogEvent, uri_of: Callable[[Path, Image.Image], s
     caption = f"step {step:,}{samples} · {utc_time(event['time'])}"
     shrink = min(1.0, _SIDE / max(size))
     return SampleGrid(step, caption, uri, *(max(1, round(side * shrink)) for side in size))
-
-
-def _embed(image: Image.Image) -> str:
-    return data_uri(image.convert("RGB"), _SIDE)
 
 
 def _within_budget(grids: list[SampleGrid], budget: int) -> list[SampleGrid]:

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -45,6 +45,12 @@ EVAL_FIELDS = tuple(
     for name in ("flow", "fixed")
     for field in (name, f"{name}_se", *(f"{name}@0.{tenth}" for tenth in range(1, 10)))
 )
+_RARE_FIELDS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
+    "eval": (EVAL_FIELDS, ()),
+    "metrics": ((), METRIC_GROUPS),
+    "reward": (REWARD_FIELDS, ()),
+}
+"""The fields, and groups of fields, of other events that become curves."""
 
 MOST_EVENTS = 300
 """About this many events of one kind are kept, spread evenly."""
@@ -70,6 +76,8 @@ _ONE_READS = threading.Lock()
 _SEGMENT_STARTS = ("start", "resume")
 _COMPARED_BYTES = 1000  # of the first and the last line of a log that has changed
 _NUMBERS = frozenset((*MEASUREMENTS, *REWARD_FIELDS))
+_RareKey = tuple[str, str, str]
+"""Kind of an event, set and weights."""
 
 
 @dataclass
@@ -316,9 +324,7 @@ class _ReadLog:
             counts.add(None if line.startswith(STEP_PREFIX) else parse_line(self._path, number, line))
         counts.set_limits()
         self._steps = CurveBuilder(counts.steps, STEP_FIELDS, STEP_GROUPS)
-        self._evals = {key: CurveBuilder(count, EVAL_FIELDS) for key, count in counts.evals.items()}
-        self._metrics = {key: CurveBuilder(count, (), METRIC_GROUPS) for key, count in counts.metrics.items()}
-        self._rewards = CurveBuilder(counts.rewards, REWARD_FIELDS)
+        self._rare = {key: CurveBuilder(count, *_RARE_FIELDS[key[0]]) for key, count in counts.rare.items()}
         self._num_steps = 0
         self._last_step = (0, b"")
         self._end = 0
@@ -394,10 +400,15 @@ class _ReadLog:
             events={kind: events.copy() for kind, events in read.events.items()},
             samples={weights: events.copy() for weights, events in read.samples.items()},
             steps=self._steps.curves,
-            evals={key: curves for key, builder in self._evals.items() if (curves := builder.curves)},
-            metrics={key: curves for key, builder in self._metrics.items() if (curves := builder.curves)},
-            rewards=self._rewards.curves,
+            evals=self._rare_curves("eval"),
+            metrics=self._rare_curves("metrics"),
+            rewards=self._rare_curves("reward").get(("", ""), {}),
         )
+
+    def _rare_curves(self, kind: str) -> dict[tuple[str, str], dict[str, Curve]]:
+        """Return the curves of a kind of event by set and weights."""
+        builders = ((key[1:], builder) for key, builder in self._rare.items() if key[0] == kind)
+        return {key: curves for key, builder in builders if (curves := builder.curves)}
 
     def _is_start_of(self, file: BinaryIO) -> bool:
         """Return whether a log starts with the lines that were read: two with their times are enough to compare."""
@@ -435,16 +446,11 @@ class _ReadLog:
             self._last_step = number, line
             index = self._read.segments.index(segment) if segment is not None and self._marks.is_due else 0
             self._marks.add(LineMark(event["step"], self._end - len(line), number, index))
-        elif kind == "eval":
-            builder = self._evals.setdefault(_eval_key(event), CurveBuilder(0, EVAL_FIELDS))
+        elif kind in _RARE_FIELDS:
+            builder = self._rare.setdefault(_rare_key(event), CurveBuilder(0, *_RARE_FIELDS[kind]))
             builder.add(event.get("step", 0), event)
-            self._read.last["eval"] = event
-        elif kind == "metrics":
-            groups = {name: event[name] for name in METRIC_GROUPS if event.get(name) is not None}
-            builder = self._metrics.setdefault(_eval_key(event), CurveBuilder(0, (), METRIC_GROUPS))
-            builder.add(event.get("step", 0), groups)
-        elif kind == "reward":
-            self._rewards.add(event.get("step", 0), event)
+            if kind == "eval":
+                self._read.last["eval"] = event
 
 
 def parse_line(path: Path, number: int, line: bytes) -> LogEvent:
@@ -460,17 +466,15 @@ def parse_line(path: Path, number: int, line: bytes) -> LogEvent:
     return event
 
 
+@dataclass
 class _FirstPass:
     """Collects the rare events into ``report`` and counts the frequent ones."""
 
-    def __init__(self, report: RunReport) -> None:
-        self.report = report
-        self.lines = 0
-        self.first_line = 0
-        self.steps = 0
-        self.evals: Counter[tuple[str, str]] = Counter()
-        self.metrics: Counter[tuple[str, str]] = Counter()
-        self.rewards = 0
+    report: RunReport
+    lines: int = 0
+    first_line: int = 0
+    steps: int = 0
+    rare: Counter[_RareKey] = field(default_factory=Counter)
 
     def add(self, event: LogEvent | None) -> None:
         """Add a line; None is a step that was not parsed."""
@@ -479,14 +483,8 @@ class _FirstPass:
             self.steps += 1
             return
         kind = event["event"]
-        if kind == "eval":
-            self.evals[_eval_key(event)] += 1
-            return
-        if kind == "metrics":
-            self.metrics[_eval_key(event)] += 1
-            return
-        if kind == "reward":
-            self.rewards += 1
+        if kind in _RARE_FIELDS:
+            self.rare[_rare_key(event)] += 1
             return
         if kind == "start":
             self._forget_earlier_run()
@@ -502,10 +500,9 @@ class _FirstPass:
         report = self.report
         report.earlier_runs += bool(report.segments)
         report.segments.clear()
-        for events in (report.last, report.events, report.samples, self.evals, self.metrics):
+        for events in (report.last, report.events, report.samples, self.rare):
             events.clear()
         self.steps = 0
-        self.rewards = 0
         self.first_line = self.lines - 1
 
     def set_limits(self) -> None:
@@ -516,5 +513,5 @@ class _FirstPass:
             limit = min(limit, segment.begin.get("step", math.inf))
 
 
-def _eval_key(event: LogEvent) -> tuple[str, str]:
-    return str(event.get("set", "")), str(event.get("weights", ""))
+def _rare_key(event: LogEvent) -> _RareKey:
+    return event["event"], str(event.get("set", "")), str(event.get("weights", ""))

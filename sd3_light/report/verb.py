@@ -5,6 +5,7 @@ from pathlib import Path
 from rich.text import Text
 
 from sd3_light.formats import duration, number, plural, utc_time
+from sd3_light.report.curves import Curve
 from sd3_light.report.run_log import RunReport, read_run
 from sd3_light.report.run_page import write_run_page
 from sd3_light.runlog import ResultTable
@@ -20,12 +21,6 @@ def run(folder: Path) -> RunReport:
 def render(report: RunReport) -> ResultTable:
     """Return a table with status, loss along the run, validation, speed, and the last checkpoint and export."""
     table = ResultTable("field", "value", title=Text(str(report.folder)))
-    for add_rows in (_add_status, _add_losses, _add_evals, _add_speed, _add_files):
-        add_rows(report, table)
-    return table
-
-
-def _add_status(report: RunReport, table: ResultTable) -> None:
     table.add_row("status", report.status)
     if report.segments:
         begin = report.segments[0].begin
@@ -35,28 +30,18 @@ def _add_status(report: RunReport, table: ResultTable) -> None:
         if report.earlier_runs:
             table.add_row("earlier runs", f"{report.earlier_runs}, not shown")
         table.add_row("running time", f"{duration(report.seconds)}, {plural(len(report.resumes), 'resume')}")
-
-
-def _add_losses(report: RunReport, table: ResultTable) -> None:
-    loss = report.steps.get("loss")
-    if loss is None or not loss.x:
-        return
+    loss = report.steps.get("loss", Curve())
     size = len(loss.x)
-    for index in dict.fromkeys(round(share * (size - 1)) for share in (0.0, 0.25, 0.5, 0.75, 1.0)):
+    shares = (0.0, 0.25, 0.5, 0.75, 1.0) if size else ()
+    for index in dict.fromkeys(round(share * (size - 1)) for share in shares):
         # the mean over a twentieth of the run, as single steps are noisy
         width = max(1, size // 20)
         start = min(index, size - width)
         values = loss.mean[start : start + width]
         table.add_row(f"loss near step {loss.x[index]:,.0f}", f"{sum(values) / len(values):.4f}")
-
-
-def _add_evals(report: RunReport, table: ResultTable) -> None:
     for names, curves in report.evals.items():
         if "flow" in curves:
             table.add_row(Text(f"validation loss ({', '.join(filter(None, names))})"), number(curves["flow"].last))
-
-
-def _add_speed(report: RunReport, table: ResultTable) -> None:
     step = report.last.get("step", {})
     if "samples" in step:
         table.add_row("samples seen", f"{step['samples']:,}")
@@ -68,9 +53,6 @@ def _add_speed(report: RunReport, table: ResultTable) -> None:
         table.add_row("model FLOPs utilization", f"{float(step['mfu']):.1%}")
     if step:
         table.add_row("steps skipped (not finite)", str(report.skipped))
-
-
-def _add_files(report: RunReport, table: ResultTable) -> None:
     for kind in ("checkpoint", "export", "sample"):
         if kind in report.last:
             table.add_row(f"last {kind}", Text(str(report.last[kind].get("file", ""))))
@@ -78,3 +60,4 @@ def _add_files(report: RunReport, table: ResultTable) -> None:
         if kind in report.last:
             last = report.last[kind]
             table.add_row(kind.replace("_", " "), Text(f"at step {last.get('step')}: {last.get('reason', '')}"))
+    return table

@@ -6,6 +6,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,7 @@ def missing_trackers(monitoring: MonitoringConfig) -> dict[str, str]:
     return {
         f"enable_{name}": f"install it with: pip install 'sd3-light[{name}]'"
         for name, is_enabled in enabled.items()
-        if is_enabled and not _is_installed(name)
+        if is_enabled and name not in sys.modules and find_spec(name) is None
     }
 
 
@@ -55,20 +56,18 @@ def open_trackers(
     return [tracker for tracker in opened if tracker is not None]
 
 
+@dataclass
 class RemoteRun:
     """A run in a tracker. Its errors never stop training; the first one is reported.
 
     Points before ``last_step``, the last one that the tracker has, are repeats of a resumed run and are not sent.
     """
 
-    def __init__(
-        self, module: Any, run: Any, last_step: Callable[[], int], errors: tuple[type[Exception], ...]
-    ) -> None:
-        self._module = module
-        self._run = run
-        self._last_step = last_step
-        self._errors = errors
-        self._is_reported = False
+    _module: Any
+    _run: Any
+    _last_step: Callable[[], int]
+    _errors: tuple[type[Exception], ...]
+    _is_reported: bool = False
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Add a point to each named curve."""
@@ -175,10 +174,6 @@ def _logged_positions(path: Path, x_axis: str) -> Iterator[int]:
 
 
 # --- both -------------------------------------------------------------------------------------
-
-
-def _is_installed(name: str) -> bool:
-    return name in sys.modules or find_spec(name) is not None
 
 
 def _stored_id(folder: Path, key: str, make: Callable[[], str]) -> str:

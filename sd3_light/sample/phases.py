@@ -89,7 +89,8 @@ class Phases:
         config = read_json(chosen.folder / "transformer" / "config.json")
         arguments = {key: value for key, value in config.items() if not key.startswith("_")}
         vae = empty_model(vae_class(chosen.folder), read_config(chosen.folder / "vae", "vae"))
-        parts = {**_without_encoders(chosen), "transformer": family.weights.empty(arguments), "vae": vae}
+        parts: dict[str, Any] = {name: None for name, kind in components(chosen.folder).items() if is_encoder(*kind)}
+        parts |= {"transformer": family.weights.empty(arguments), "vae": vae}
         pipe, _ = open_pipeline(chosen.folder, torch.device("meta"), chosen.text_facts, parts=parts)
         policy = draw_as_adapters(pipe, policy, loras)
         return Phases(chosen, tuple(loras), device, dtype, pipe), policy
@@ -132,11 +133,6 @@ class Phases:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def _without_encoders(chosen: ChosenModel) -> dict[str, None]:
-    """Return None in place of each text encoder of the model."""
-    return {name: None for name, kind in components(chosen.folder).items() if is_encoder(*kind)}
 
 
 def open_with_adapters(

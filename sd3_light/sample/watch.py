@@ -155,17 +155,17 @@ class SeenBatch:
 
     def after(self, step: int, latents: Tensor) -> None:
         """Show the latents after step number ``step``, from 0."""
-        if self._watch.show is None:
+        watch = self._watch
+        if watch.show is None:
             return
         self._latents = latents
-        preview = self._watch.preview
-        likely = None if preview is None else self._estimate.after(step, latents)
+        likely = self._estimate.after(step, latents)
         images: Sequence[Image.Image | None] = [None] * len(self._indices)
-        if preview is not None and likely is not None:
+        if watch.preview is not None and likely is not None:
             vae = getattr(self._pipe.vae, "host", self._pipe.vae)  # of a model in phases
-            images = preview.images(vae, likely, self._aspect)
+            images = watch.preview.images(vae, likely, self._aspect)
         for index, image in zip(self._indices, images, strict=True):
-            self._watch.show(index, step + 1, image)
+            watch.show(index, step + 1, image)
 
     def finish(self, images: Sequence[Image.Image]) -> None:
         """Let the preview learn from the finished images."""

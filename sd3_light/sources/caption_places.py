@@ -5,16 +5,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, Self
 
 from sd3_light.config import DirectoryConfig
 from sd3_light.config.base import is_url
 from sd3_light.config.faults import UserError
 from sd3_light.sources.captions import Columns
-from sd3_light.sources.listing import CAPTION_SUFFIXES, TABLE_FILES, is_folder, visible
-from sd3_light.sources.name_store import NameSet, NameStore
-from sd3_light.sources.other_tables import Candidates, OtherTable
+from sd3_light.sources.listing import CAPTION_SUFFIXES, TABLE_FILES, FolderNames, is_folder, visible
+from sd3_light.sources.other_tables import OtherTable, choose_table
 from sd3_light.sources.preprocess import Reject
 from sd3_light.sources.records import FileBytes, Location
 from sd3_light.sources.scan_context import ScanContext
@@ -66,18 +64,15 @@ class CaptionPlaces:
     def __init__(self, directory: DirectoryConfig, index: int) -> None:
         self._root = str(directory.path)
         self._stack = ExitStack()
-        names = self._stack.enter_context(closing(NameStore()))
-        self._context = ScanContext(directory, index, names)
+        self._context = ScanContext(directory, index)
         self._prefix = f"{directory.name}#{index}/"
         self._tables: dict[str, _Tables] = {}
-        self._files: tuple[str, NameSet] | None = None
+        self._files: tuple[str, FolderNames] | None = None
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     @property
@@ -129,11 +124,8 @@ class CaptionPlaces:
         if base not in self._tables:
             folder = os.path.join(self._root, base).rstrip("/")
             names = self._names(base, folder)
-            candidates = Candidates()
-            for name in names:
-                candidates.add(name)
             fixed = [(file, table) for file in TABLE_FILES if file in names and (table := self._open(folder, file))]
-            other = self._stack.enter_context(closing(candidates.choose(self._context, folder, base)))
+            other = self._stack.enter_context(closing(choose_table(self._context, folder, base, names)))
             self._tables[base] = _Tables(base, fixed, other)
         return self._tables[base]
 
@@ -144,13 +136,9 @@ class CaptionPlaces:
             return None
         return self._stack.enter_context(closing(table))
 
-    def _names(self, base: str, folder: str) -> NameSet:
+    def _names(self, base: str, folder: str) -> FolderNames:
         """Return the files of a folder; those of the last one are kept."""
         if self._files is None or self._files[0] != base:
-            names = self._context.name_store.names() if self._files is None else self._files[1]
-            names.clear()
-            for entry in visible(folder, self._context.excluded):
-                if not is_folder(entry):
-                    names.add(entry.name)
-            self._files = base, names
+            entries = visible(folder, self._context.excluded)
+            self._files = base, FolderNames({entry.name: "" for entry in entries if not is_folder(entry)})
         return self._files[1]

@@ -33,12 +33,9 @@ _GONE = ".gone"
 class Claims:
     """The claims of one process in a folder. Times are the file system's, so clocks need not agree."""
 
-    def __init__(
-        self, folder: Path, heartbeat: float = HEARTBEAT_SECONDS, stale_after: float = STALE_AFTER_SECONDS
-    ) -> None:
+    def __init__(self, folder: Path, heartbeat: float = HEARTBEAT_SECONDS) -> None:
         self.folder = folder
         self._interval = heartbeat
-        self._stale_after = stale_after
         self.owner = f"{machine()}-{os.getpid()}-{process_start(os.getpid())}-{uuid.uuid4().hex[:6]}"
         self._heartbeat_file = folder / f"{self.owner}{_ALIVE}"
         self._stop = threading.Event()
@@ -165,7 +162,7 @@ class Claims:
     def _is_recent(self, path: Path) -> bool:
         try:
             # a heartbeat in the future is as old: the clock was set back, and a living owner would have written since
-            return abs(self._now() - path.stat().st_mtime) < self._stale_after
+            return abs(self._now() - path.stat().st_mtime) < STALE_AFTER_SECONDS
         except FileNotFoundError:
             return False
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from sd3_light.config import DirectoryConfig
 from sd3_light.sources.catalogue import InputRow
-from sd3_light.sources.name_store import temporary_database
+from sd3_light.sources.temporary_database import temporary_database
 from sd3_light.sources.thumbnail_tree import TOLERANCE as TOLERANCE
 from sd3_light.sources.thumbnail_tree import ThumbnailTree
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sd3_light.sources.earlier_images import Thumbnails
-from sd3_light.sources.name_store import temporary_database
+from sd3_light.sources.temporary_database import temporary_database
 
 Indices = NDArray[np.int64]
 Hashes = NDArray[np.uint64]

@@ -1,6 +1,7 @@
 """Images that an evaluation set shares with the training set: the same bytes, or similar thumbnails."""
 
 import sqlite3
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -12,9 +13,9 @@ from sd3_light.formats import plural
 from sd3_light.sources.buckets import misfit
 from sd3_light.sources.catalogue import InputRow
 from sd3_light.sources.earlier_images import Thumbnails
-from sd3_light.sources.name_store import temporary_database
 from sd3_light.sources.preprocess import THUMBNAIL_SIDE
 from sd3_light.sources.selection import matches_size
+from sd3_light.sources.temporary_database import temporary_database
 
 _SHOWN = 3  # pairs
 _SIMILAR = 1
@@ -67,50 +68,53 @@ def open_evaluation_images() -> Iterator["EvaluationImages"]:
         yield EvaluationImages(database)
 
 
+@dataclass
+class _Image:
+    name: str
+    key: str
+    leak: int = 0
+
+
 class EvaluationImages:
     """The images of evaluation sets, which training images are compared with, one after another."""
 
     def __init__(self, database: sqlite3.Connection) -> None:
-        self._database = database
         self._thumbnails = Thumbnails(database)
+        self._images: list[_Image] = []
+        self._by_digest = defaultdict[str, list[int]](list)
         self._pairs: dict[str, list[tuple[str, str]]] = {}
-        database.execute("CREATE TABLE held (number INTEGER PRIMARY KEY, name TEXT, digest TEXT, key TEXT, leak INT)")
-        database.execute("CREATE INDEX by_digest ON held (digest)")
 
     def __bool__(self) -> bool:
-        return bool(self._pairs)
+        return bool(self._images)
 
     def add(self, name: str, row: InputRow) -> None:
         """Add an image of the evaluation set ``name``."""
         self._pairs.setdefault(name, [])
-        values = name, row.digest, row.key
-        added = self._database.execute("INSERT INTO held (name, digest, key, leak) VALUES (?, ?, ?, 0)", values)
+        self._by_digest[row.digest].append(len(self._images))
+        self._images.append(_Image(name, row.key))
         if row.thumbnail:
-            assert added.lastrowid is not None
-            self._thumbnails.add(added.lastrowid, colours(row.thumbnail))
+            self._thumbnails.add(len(self._images), colours(row.thumbnail))  # from 1 on
 
     def compare(self, row: InputRow) -> None:
         """Note the images that equal a training image or are similar to it."""
-        equal = self._database.execute("SELECT number FROM held WHERE digest = ?", (row.digest,)).fetchall()
-        self._note((number for (number,) in equal), row.key, _EQUAL)
-        if row.thumbnail and self._pairs:
-            self._note(sorted(self._thumbnails.all(colours(row.thumbnail))), row.key, _SIMILAR)
+        self._note(self._by_digest.get(row.digest, ()), row.key, _EQUAL)
+        if row.thumbnail and self._images:
+            similar = sorted(self._thumbnails.all(colours(row.thumbnail)))
+            self._note([number - 1 for number in similar], row.key, _SIMILAR)
 
     def _note(self, numbers: Iterable[int], key: str, kind: int) -> None:
         for number in numbers:
-            query = "SELECT name, key, leak FROM held WHERE number = ?"
-            name, own, known = self._database.execute(query, (number,)).fetchone()
-            if known < kind:
-                self._database.execute("UPDATE held SET leak = ? WHERE number = ?", (kind, number))
-            if not known and len(self._pairs[name]) < _SHOWN:
-                self._pairs[name].append((own, key))
+            image = self._images[number]
+            pairs = self._pairs[image.name]
+            if not image.leak and len(pairs) < _SHOWN:
+                pairs.append((image.key, key))
+            image.leak = max(image.leak, kind)
 
     def leaks(self) -> list[Leak]:
         """Return the leaks of each set that has some."""
         leaks = []
         for name, pairs in self._pairs.items():
-            query = "SELECT count(*), sum(leak = 2), sum(leak = 1) FROM held WHERE name = ?"
-            images, equal, similar = self._database.execute(query, (name,)).fetchone()
-            if equal or similar:
-                leaks.append(Leak(name, images, equal, similar, tuple(pairs)))
+            kinds = Counter(image.leak for image in self._images if image.name == name)
+            if kinds[_EQUAL] or kinds[_SIMILAR]:
+                leaks.append(Leak(name, kinds.total(), kinds[_EQUAL], kinds[_SIMILAR], tuple(pairs)))
         return leaks

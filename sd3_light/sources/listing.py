@@ -2,7 +2,8 @@
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
@@ -125,6 +126,35 @@ def is_folder(entry: FolderEntry) -> bool:
         return entry.is_dir()
     except OSError:
         return False
+
+
+class FolderNames:
+    """The names in a folder, sorted by code points, each with a note."""
+
+    def __init__(self, notes: Mapping[str, str]) -> None:
+        self._notes = notes
+        self._sorted = sorted(notes)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._notes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sorted)
+
+    def note(self, name: str) -> str:
+        """Return the note of a name, "" if there is none."""
+        return self._notes.get(name, "")
+
+    def with_stem(self, stem: str) -> Iterator[str]:
+        """Yield the names that are ``stem`` plus one suffix, or ``stem`` alone."""
+        if stem in self and not os.path.splitext(stem)[1]:
+            yield stem
+        # "/", which no name contains, is the character after "."
+        start = bisect_left(self._sorted, f"{stem}.")
+        end = bisect_left(self._sorted, f"{stem}/", start)
+        for name in self._sorted[start:end]:
+            if os.path.splitext(name)[0] == stem:
+                yield name
 
 
 def depth_first(

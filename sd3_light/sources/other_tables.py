@@ -3,7 +3,7 @@
 It comes after all other sources of captions, so a file that is in a folder for another purpose changes nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from sd3_light.sources.access import suffix_of
 from sd3_light.sources.listing import is_other_table
@@ -55,47 +55,34 @@ class OtherTable:
             self._table.close()
 
 
-class Candidates:
-    """The files of a folder that may be tables."""
-
-    def __init__(self) -> None:
-        self._names: dict[bool, list[str]] = {False: [], True: []}  # by whether they are Parquet
-        self._count = {False: 0, True: 0}
-
-    def add(self, name: str) -> None:
-        """Add a file if its name is that of a table."""
-        if not is_other_table(name):
-            return
-        is_parquet = suffix_of(name) == ".parquet"
-        self._count[is_parquet] += 1
-        if self._count[is_parquet] <= _MOST_OPENED:
-            self._names[is_parquet].append(name)
-
-    def choose(self, context: ScanContext, path: str, base: str) -> OtherTable:
-        """Return the table of the folder ``path``."""
-        notes = []
-        tables = []
-        if self._count[False] > _MOST_OPENED:
-            notes.append(f"{self._count[False]:,} tables are in {base or 'its folder'}, and none is read: {_NAME_ONE}")
-        files = [name for kind, names in self._names.items() if self._count[kind] <= _MOST_OPENED for name in names]
-        for file in sorted(files):
-            try:
-                require_table(f"{path}/{file}", context.columns)
-                tables.append(file)
-            except HasImages:
-                continue
-            except Reject as reject:
-                notes.append(f"{base}{file} is not read: {reject.detail}{_OTHER_COLUMNS}")
-        if len(tables) > 1:
-            names = " and ".join(base + file for file in tables)
-            return OtherTable(
-                base,
-                notes=[f"{names} all have file names and captions, so none is read: keep one, or {_NAME_ONE}", *notes],
-            )
-        if not tables:
-            return OtherTable(base, notes=notes)
+def choose_table(context: ScanContext, path: str, base: str, names: Iterable[str]) -> OtherTable:
+    """Return the table of the folder ``path`` among the names of its files."""
+    notes = []
+    tables = []
+    candidates = list(filter(is_other_table, names))
+    parquet = [name for name in candidates if suffix_of(name) == ".parquet"]
+    others = [name for name in candidates if suffix_of(name) != ".parquet"]
+    if len(others) > _MOST_OPENED:
+        notes.append(f"{len(others):,} tables are in {base or 'its folder'}, and none is read: {_NAME_ONE}")
+    files = [name for kind in (others, parquet) if len(kind) <= _MOST_OPENED for name in kind]
+    for file in sorted(files):
         try:
-            table = CaptionTable(f"{path}/{tables[0]}", context.columns, context.selection)
+            require_table(f"{path}/{file}", context.columns)
+            tables.append(file)
+        except HasImages:
+            continue
         except Reject as reject:
-            return OtherTable(base, notes=[f"{base}{tables[0]} is not read: {reject.detail}", *notes])
-        return OtherTable(base, tables[0], table, notes)
+            notes.append(f"{base}{file} is not read: {reject.detail}{_OTHER_COLUMNS}")
+    if len(tables) > 1:
+        listed = " and ".join(base + file for file in tables)
+        return OtherTable(
+            base,
+            notes=[f"{listed} all have file names and captions, so none is read: keep one, or {_NAME_ONE}", *notes],
+        )
+    if not tables:
+        return OtherTable(base, notes=notes)
+    try:
+        table = CaptionTable(f"{path}/{tables[0]}", context.columns, context.selection)
+    except Reject as reject:
+        return OtherTable(base, notes=[f"{base}{tables[0]} is not read: {reject.detail}", *notes])
+    return OtherTable(base, tables[0], table, notes)

@@ -38,14 +38,11 @@ def open_location(location: Location) -> BinaryIO:
 
 
 def location_version(location: Location) -> str:
-    """Return the version of the file that contains the bytes. Raises Reject("unreadable") if it is missing."""
-    return (isinstance(location, FileBytes) and location.listed) or file_version(location.path)
-
-
-def file_version(path: str) -> str:
-    """Return ``SIZE-MTIME_NS`` of a file, ``SIZE-ETAG`` at a URL. Raises Reject("unreadable") if it is missing."""
+    """Return the `version_of` the file that contains the bytes. Raises Reject("unreadable") if it is missing."""
+    if isinstance(location, FileBytes) and location.listed:
+        return location.listed
     try:
-        return version_of(path)
+        return version_of(location.path)
     except OSError as error:
         raise Reject("unreadable", str(error)) from error
 

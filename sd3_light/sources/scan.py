@@ -2,7 +2,6 @@
 
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
 
 from sd3_light.config import DirectoryConfig
 from sd3_light.config.base import DataLocation
@@ -10,7 +9,6 @@ from sd3_light.config.faults import UserError
 from sd3_light.sources.access import CONTAINERS, exists, is_folder, suffix_of
 from sd3_light.sources.exclusions import Exclusions
 from sd3_light.sources.listing import Media, media_of
-from sd3_light.sources.name_store import NameStore
 from sd3_light.sources.parquet import scan_parquet
 from sd3_light.sources.records import ScanItem
 from sd3_light.sources.scan_context import ScanContext
@@ -49,32 +47,23 @@ def scan(
     if suffix_of(path) not in CONTAINERS and not is_folder(path):
         raise UserError(f"path: {path} is not a folder, .tar or .parquet file; give the folder that contains it")
     exclusions = Exclusions.of(directory.exclude, on_excluded)
-    return _scan(directory, index, media or media_of(directory), on_unmatched, exclusions)
+    return _scan(ScanContext(directory, index, media or media_of(directory), on_unmatched, exclusions), path)
 
 
-def _scan(
-    directory: DirectoryConfig,
-    index: int,
-    media: Media,
-    on_unmatched: Callable[[], None],
-    exclusions: Exclusions,
-) -> Iterator[ScanItem]:
-    path = directory.path
+def _scan(context: ScanContext, path: DataLocation) -> Iterator[ScanItem]:
     try:
-        with closing(NameStore()) as name_store:
-            context = ScanContext(directory, index, name_store, media, on_unmatched, exclusions)
-            name = str(path).rpartition("/")[2]
-            if is_folder(path):
-                yield from scan_folder(context, path)
-            elif suffix_of(path) == ".tar":
-                yield from scan_tar(context, str(path), name)
-            else:
-                yield from scan_parquet(context, str(path), name)
-            if context.selection is not None:
-                context.selection.require_columns(path)
+        name = str(path).rpartition("/")[2]
+        if is_folder(path):
+            yield from scan_folder(context, path)
+        elif suffix_of(path) == ".tar":
+            yield from scan_tar(context, str(path), name)
+        else:
+            yield from scan_parquet(context, str(path), name)
+        if context.selection is not None:
+            context.selection.require_columns(path)
     except sqlite3.OperationalError as error:
         hint = "free disk space in the temp folder, or set SQLITE_TMPDIR to another folder"
-        raise UserError(f"{path}: cannot keep the scanned names on disk: {error}; {hint}") from error
+        raise UserError(f"{path}: cannot keep the rows of a table on disk: {error}; {hint}") from error
 
 
 def occurrences(directories: Iterable[DirectoryConfig]) -> tuple[int, ...]:

@@ -10,8 +10,15 @@ from sd3_light.randomness import sample_id
 from sd3_light.sources.access import folder_entries, version_of
 from sd3_light.sources.captions import Columns, is_utf8, prepare_captions
 from sd3_light.sources.exclusions import Exclusions
-from sd3_light.sources.listing import IMAGES, IMAGES_AND_VIDEOS, Media, is_image_name, listed_version, mask_paths
-from sd3_light.sources.name_store import NameStore
+from sd3_light.sources.listing import (
+    IMAGES,
+    IMAGES_AND_VIDEOS,
+    FolderNames,
+    Media,
+    is_image_name,
+    listed_version,
+    mask_paths,
+)
 from sd3_light.sources.preprocess import Reject
 from sd3_light.sources.records import FileBytes, Location, Record, Rejected, ScanItem
 from sd3_light.sources.selection import Selection
@@ -24,7 +31,6 @@ class ScanContext:
         self,
         directory: DirectoryConfig,
         index: int,
-        name_store: NameStore,
         media: Media = IMAGES,
         on_unmatched: Callable[[], None] = lambda: None,
         exclusions: Exclusions = Exclusions(),  # noqa: B008 (immutable)
@@ -35,14 +41,13 @@ class ScanContext:
         self._exclusions = exclusions
         self.columns = Columns(directory.image_column, directory.caption_columns, media.columns)
         self.excluded = mask_paths(directory)
-        self.name_store = name_store
         self.max_image_bytes = 1e6 * directory.max_image_mb
         self._directory = directory
         # the index comes last: whatever characters a name has, different pairs have different prefixes
         self._prefix = f"{directory.name}#{index}"
-        self._masks = _Companions(directory.mask_path, name_store, _default_mask(directory.default_mask_file))
-        self._rejected = _Companions(directory.rejected, name_store)
-        self._references = [_Companions(folder, name_store) for folder in directory.references]
+        self._masks = _Companions(directory.mask_path, _default_mask(directory.default_mask_file))
+        self._rejected = _Companions(directory.rejected)
+        self._references = [_Companions(folder) for folder in directory.references]
         self._limit = round(directory.subsample_ratio * 2**63)
 
     def _key(self, name: str) -> str:
@@ -127,11 +132,11 @@ class ScanContext:
 class _Companions:
     """Finds masks or rejected images: ``root/NAME.*`` for an image NAME, else the default, else None."""
 
-    def __init__(self, root: DataLocation | None, name_store: NameStore, default: FileBytes | None = None) -> None:
+    def __init__(self, root: DataLocation | None, default: FileBytes | None = None) -> None:
         self._root = root
         self._default = default
         self._folder: str | None = None
-        self._names = name_store.names()
+        self._names = FolderNames({})
 
     def find(self, name: str) -> Location | None:
         if self._root is None:
@@ -147,13 +152,11 @@ class _Companions:
 
     def _list(self, folder: str) -> None:
         self._folder = None
-        self._names.clear()
         try:
             with folder_entries(folder) as entries:
-                for entry in entries:
-                    self._names.add(entry.name, listed_version(entry))
+                self._names = FolderNames({entry.name: listed_version(entry) for entry in entries})
         except (FileNotFoundError, NotADirectoryError):
-            pass
+            self._names = FolderNames({})
         except OSError as error:
             # the file may exist, so the image must not be used without it
             raise Reject("unreadable", str(error)) from error

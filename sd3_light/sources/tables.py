@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from sd3_light.sources.captions import Columns, texts
-from sd3_light.sources.name_store import temporary_database
 from sd3_light.sources.preprocess import Reject
 from sd3_light.sources.rows import BrokenRow, TableRow, read_rows
 from sd3_light.sources.selection import Selection
+from sd3_light.sources.temporary_database import temporary_database
 
 
 class ClaimedRows(NamedTuple):

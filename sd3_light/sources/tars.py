@@ -15,7 +15,6 @@ from sd3_light.inputs import parse_json
 from sd3_light.sources.access import open_container
 from sd3_light.sources.captions import MAX_CAPTION_BYTES, Columns, decode_text, texts
 from sd3_light.sources.listing import IMAGE_SUFFIXES
-from sd3_light.sources.name_store import NameSet
 from sd3_light.sources.preprocess import Reject
 from sd3_light.sources.records import FileRange, ScanItem
 from sd3_light.sources.scan_context import ScanContext
@@ -27,7 +26,7 @@ _MAX_HEADER = 1 << 24
 
 def scan_tar(context: ScanContext, path: str, name: str) -> Iterator[ScanItem]:
     """Yield the samples of a tar in order."""
-    seen = context.name_store.names()
+    seen = set[str]()
     groups = _groups(path)
     while True:
         try:
@@ -38,10 +37,9 @@ def scan_tar(context: ScanContext, path: str, name: str) -> Iterator[ScanItem]:
             yield context.reject_container(name, "broken_tar", f"{type(error).__name__}: {error}")
             break
         yield from _sample(context, name, base, members, seen)
-    seen.clear()
 
 
-def _sample(context: ScanContext, tar: str, base: str, members: _Group, seen: NameSet) -> Iterator[ScanItem]:
+def _sample(context: ScanContext, tar: str, base: str, members: _Group, seen: set[str]) -> Iterator[ScanItem]:
     # a still next to a video of the same name is its preview
     known = sorted((suffix for suffix in members if suffix in context.media.suffixes), key=IMAGE_SUFFIXES.__contains__)
     image = next(iter(known), None)
@@ -50,9 +48,10 @@ def _sample(context: ScanContext, tar: str, base: str, members: _Group, seen: Na
         yield from context.reject(f"{tar}/{base}", "missing_file", detail)
         return
     name = f"{tar}/{base}{image}"
-    if not seen.add_new(base):
+    if base in seen:
         yield from context.reject(name, "duplicate_key", image=members[image])
         return
+    seen.add(base)
     # masks are in a folder with the name of the tar
     mask_name = f"{posixpath.splitext(tar)[0]}/{base}{image}"
     captions = partial(_captions, members, context.columns)

@@ -242,7 +242,9 @@ def _av_frames(file: BinaryIO, demuxer: str, packets_only: bool) -> _Frames:
     av = require_av()
     try:
         with av.open(file, format=demuxer, metadata_errors="replace") as container:
-            stream = next((item for item in container.streams.video if not _is_cover(item)), None)
+            stream = next(
+                (item for item in container.streams.video if "attached_pic" not in str(item.disposition)), None
+            )
             if stream is None or stream.codec_context is None:
                 raise Reject("no_video_stream")
             _require_size(stream.codec_context.width, stream.codec_context.height)
@@ -281,10 +283,6 @@ def _duration(part: Any, stream: Any) -> Fraction:
     rate = stream.average_rate
     seconds: Fraction = (part.duration or 0) * part.time_base or (1 / rate if rate else Fraction(1, 1000))
     return seconds
-
-
-def _is_cover(stream: Any) -> bool:
-    return "attached_pic" in str(stream.disposition)
 
 
 def _require_size(width: int, height: int) -> None:

@@ -1,7 +1,5 @@
 """Folders of images, captioned by tables or by ``NAME.txt`` or ``NAME.caption`` next to ``NAME.jpg``; also tars and
 Parquet files.
-
-The names in the folders that are being walked are stored in a `NameStore`, not in memory.
 """
 
 import os
@@ -19,14 +17,14 @@ from sd3_light.sources.listing import (
     CAPTION_SUFFIXES,
     TABLE_FILES,
     FolderIdentity,
+    FolderNames,
     depth_first,
     folder_identity,
     is_folder,
     listed_version,
     visible,
 )
-from sd3_light.sources.name_store import NameSet
-from sd3_light.sources.other_tables import Candidates, OtherTable
+from sd3_light.sources.other_tables import OtherTable, choose_table
 from sd3_light.sources.parquet import scan_parquet
 from sd3_light.sources.preprocess import Reject
 from sd3_light.sources.records import FileBytes, ScanItem
@@ -59,40 +57,38 @@ def scan_folder(context: ScanContext, root: DataLocation) -> Iterator[ScanItem]:
 
 
 def _scan(context: ScanContext, folder: _WalkedFolder) -> Iterator[ScanItem | _WalkedFolder]:
-    files = context.name_store.names()
-    folders = context.name_store.names()
-    candidates = Candidates()
+    notes: dict[str, str] = {}
+    folders: list[str] = []
     try:
         identity = folder_identity(folder.path)
         if identity in folder.above:
             yield context.reject_container(folder.name.rstrip("/"), "folder_loop", folder.path)
             return
         for entry in visible(folder.path, context.excluded):
-            is_subfolder = is_folder(entry)
-            (folders if is_subfolder else files).add(entry.name, listed_version(entry))
-            if not is_subfolder:
-                candidates.add(entry.name)
+            if is_folder(entry):
+                folders.append(entry.name)
+            else:
+                notes[entry.name] = listed_version(entry)
     except OSError as error:
         yield context.reject_container(folder.name.rstrip("/"), "unreadable", str(error))
         return
     with ExitStack() as stack:
         tables: list[tuple[str, CaptionTable]] = []
-        for file in (name for name in TABLE_FILES if name in files):
+        for file in (name for name in TABLE_FILES if name in notes):
             try:
                 table = CaptionTable(f"{folder.path}/{file}", context.columns, context.selection)
                 tables.append((folder.name, stack.enter_context(closing(table))))
             except Reject as reject:
                 yield context.reject_container(folder.name + file, reject.reason, reject.detail)
-        other = stack.enter_context(closing(candidates.choose(context, folder.path, folder.name)))
+        other = stack.enter_context(closing(choose_table(context, folder.path, folder.name, notes)))
         # the nearest table comes first
         all_tables = (*tables, *folder.tables)
         others = (other, *folder.others)
         above = folder.above | {identity}
-        yield from _scan_files(context, _WalkedFolder(folder.path, folder.name, all_tables, others), files)
-        files.clear()
-        for name in folders:
+        yield from _scan_files(context, _WalkedFolder(folder.path, folder.name, all_tables, others), FolderNames(notes))
+        notes.clear()  # its folders need the memory
+        for name in sorted(folders):
             yield _WalkedFolder(f"{folder.path}/{name}", f"{folder.name}{name}/", all_tables, others, above)
-        folders.clear()
         if other.needed is not None:
             tables.append((folder.name, other.needed))
         elif suffix_of(other.file) == ".parquet":
@@ -101,7 +97,7 @@ def _scan(context: ScanContext, folder: _WalkedFolder) -> Iterator[ScanItem | _W
             yield from _leftovers(context, folder.path, base, caption_table)
 
 
-def _scan_files(context: ScanContext, folder: _WalkedFolder, files: NameSet) -> Iterator[ScanItem]:
+def _scan_files(context: ScanContext, folder: _WalkedFolder, files: FolderNames) -> Iterator[ScanItem]:
     # the stem of the last file that is not a caption
     last_stem = ""
     is_remote = is_url(folder.path)
@@ -128,12 +124,12 @@ def _scan_files(context: ScanContext, folder: _WalkedFolder, files: NameSet) -> 
             last_stem = stem
 
 
-def _has_image(files: NameSet, stem: str) -> bool:
+def _has_image(files: FolderNames, stem: str) -> bool:
     """Return whether a file other than a caption has this stem."""
     return any(suffix_of(name) not in CAPTION_SUFFIXES for name in files.with_stem(stem))
 
 
-def _claim(folder: _WalkedFolder, file: str, files: NameSet) -> ClaimedRows:
+def _claim(folder: _WalkedFolder, file: str, files: FolderNames) -> ClaimedRows:
     """Return an image's captions and its columns from all tables.
 
     Captions are from the nearest table of a fixed name, else from the image's own file, else from the nearest table of
@@ -147,7 +143,7 @@ def _claim(folder: _WalkedFolder, file: str, files: NameSet) -> ClaimedRows:
     return ClaimedRows(captions, lambda: merged(rows.columns() for rows in (*claims, *others)))
 
 
-def _own_captions(folder: _WalkedFolder, file: str, files: NameSet, others: Sequence[ClaimedRows]) -> Sequence[str]:
+def _own_captions(folder: _WalkedFolder, file: str, files: FolderNames, others: Sequence[ClaimedRows]) -> Sequence[str]:
     is_remote = is_url(folder.path)
     for name in caption_files(folder.path, os.path.splitext(file)[0], files):
         path = f"{folder.path}/{name}"
@@ -159,10 +155,10 @@ def _own_captions(folder: _WalkedFolder, file: str, files: NameSet, others: Sequ
     raise Reject("no_caption", "; ".join((_NO_CAPTION, *(note for other in folder.others for note in other.why_not()))))
 
 
-def caption_files(folder: str, stem: str, files: NameSet) -> Iterator[str]:
+def caption_files(folder: str, stem: str, files: FolderNames) -> Iterator[str]:
     """Yield the names of an image's caption files in order of precedence, which may include one that is missing."""
     first = stem + CAPTION_SUFFIXES[0]
-    if not is_url(folder) or first in files:  # opening a file is faster than the store of names
+    if not is_url(folder) or first in files:  # also one that appeared meanwhile
         yield first
     names = [name for name in files.with_stem(stem) if suffix_of(name) in CAPTION_SUFFIXES and name != first]
     yield from sorted(names, key=_precedence)

@@ -46,13 +46,13 @@ class ClassPictures(Dataset[Any]):
         if count < 1:
             raise UserError(f"{count} class images: give a number >= 1")
         with as_user_error("made_by of ClassPictures", "give JSON: strings, numbers and lists by name"):
-            recipe = json.dumps({"prompt": prompt, "made_by": dict(made_by)}, sort_keys=True, ensure_ascii=False)
-        self.folder = Path(cache) / hashlib.sha256(recipe.encode()).hexdigest()[:16]
+            made_from = json.dumps({"prompt": prompt, "made_by": dict(made_by)}, sort_keys=True, ensure_ascii=False)
+        self.folder = Path(cache) / hashlib.sha256(made_from.encode()).hexdigest()[:16]
         self.prompt = prompt
         self.count = count
         self.names = (image, text)
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "recipe.json").write_text(recipe, encoding="utf-8")
+        (self.folder / "recipe.json").write_text(made_from, encoding="utf-8")
         missing = [index for index in range(count) if not self._path(index).is_file()]
         if missing:
             self._draw(make, missing)

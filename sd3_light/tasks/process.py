@@ -141,12 +141,12 @@ def _write_files(job: _Job) -> int:
 def _build_shards(job: _Job, model: UnitModel, shard_size: int) -> int:
     """Build the shards that no other process builds, and wait for the others; return how many samples were stored.
 
-    A unit of work is one bucket's next ``shard_size`` samples. Its note names its shards.
+    A process takes one group at a time: a bucket's next ``shard_size`` samples. The note of a group names its shards.
     """
     buckets: dict[str, list[int]] = {}
     for index in range(length_of(job.dataset)):
         buckets.setdefault(job.bucket(index), []).append(index)
-    units = {
+    groups = {
         f"unit-{indices[start]:08d}": indices[start : start + shard_size]
         for indices in buckets.values()
         for start in range(0, len(indices), shard_size)
@@ -164,21 +164,21 @@ def _build_shards(job: _Job, model: UnitModel, shard_size: int) -> int:
 
         def build(name: str) -> None:
             nonlocal reused
-            files, count = _build_unit(job, units[name], stored, model.module.pads)
+            files, count = _build_group(job, groups[name], stored, model.module.pads)
             reused += count
-            bar.advance(len(units[name]))
+            bar.advance(len(groups[name]))
             write_atomically(note(name), json.dumps(files).encode())
 
-        names = rotate_to_share(list(units), (job.launch.rank, job.launch.world_size))
+        names = rotate_to_share(list(groups), (job.launch.rank, job.launch.world_size))
         claims.divide(names, lambda name: claims.is_newer(note(name), name), build)
         if job.launch.is_main:
-            files = [file for name in units for file in read_json_file(note(name))]
+            files = [file for name in groups for file in read_json_file(note(name))]
             write_shard_manifest(job.folder, files, job.identity, length_of(job.dataset), sides_of(job.dataset))
     return reused
 
 
-def _build_unit(job: _Job, indices: list[int], stored: StoredRows, pads: Sequence[str]) -> tuple[list[str], int]:
-    """Return the shards of a unit's samples, and how many samples earlier runs have stored."""
+def _build_group(job: _Job, indices: list[int], stored: StoredRows, pads: Sequence[str]) -> tuple[list[str], int]:
+    """Return the shards of a group's samples, and how many samples earlier runs have stored."""
     prints: dict[int, str] = {}
     computed: dict[int, ProcessedSample] = {}
     for index, item, made_from in job.items(indices):
@@ -188,11 +188,11 @@ def _build_unit(job: _Job, indices: list[int], stored: StoredRows, pads: Sequenc
             computed[index] = ProcessedSample(index, job.bucket(index), made_from, values)
     if not computed and (files := stored.shards_of(list(prints.items()))) is not None:
         return files, len(indices)
-    groups: dict[Hashable, list[ProcessedSample]] = {}
+    layouts: dict[Hashable, list[ProcessedSample]] = {}
     for index, made_from in prints.items():
         sample = computed.get(index) or stored.sample(index, job.bucket(index), made_from)
-        groups.setdefault(sample.layout(pads), []).append(sample)
-    written = [write_samples(job.folder, samples, pads).file for samples in groups.values()]
+        layouts.setdefault(sample.layout(pads), []).append(sample)
+    written = [write_samples(job.folder, samples, pads).file for samples in layouts.values()]
     return written, len(indices) - len(computed)
 
 

@@ -261,7 +261,7 @@ def _prepare_module(task: TaskCall, stack: ExitStack) -> None:
     if module.objective is not None and module.objective.teacher not in (None, "average"):
         if module.objective.teacher != "start" or module.adapter is None:
             raise UserError('the objective\'s teacher is not "average" or "start"; the start needs train_adapter(...)')
-        model.teacher = start_of_adapter(model)
+        model.teacher = partial(start_of_adapter, model)
     if module.adapter is not None and task.is_bf16:
         cast_frozen_linears(module.transformer, torch.bfloat16)
     if task.settings.swap_blocks:

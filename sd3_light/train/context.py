@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from sd3_light import __version__
-from sd3_light.check.run_setup import BatchPlan, run_setup
+from sd3_light.check.run_setup import BatchSetup, run_setup
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.reading import Checkpoint, open_checkpoint
 from sd3_light.config import LoadedConfig, TrainConfig, batch_size_for
@@ -150,8 +150,8 @@ class RunContext:
         """Print that the run's saves do not fit on the disk, with the numbers of `check`."""
         order = self.order
         config = self.config
-        plan = BatchPlan(Tokens(0, 0), 0, config.gradient_accumulation_steps)
-        setup = run_setup(config, self.cost, Layout(self.stages, self.by_deepspeed), plan)
+        batches = BatchSetup(Tokens(0, 0), 0, config.gradient_accumulation_steps)
+        setup = run_setup(config, self.cost, Layout(self.stages, self.by_deepspeed), batches)
         samples = max(bucket.batch for bucket in order.buckets)
         needed, text = run_disk(config, setup, RunSteps(total, order.steps_per_epoch, samples))
         verdict = compare_with_free(needed, self.folder.path, text, RUN_REMEDY)

@@ -1,7 +1,7 @@
 """Measurements against true images during training: [metrics]. Every rank draws its share of the captions."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +43,7 @@ class Measurer:
     feature_model: FeatureModel
     comparison: Comparison
     groups: ProcessGroups
-    best: BestMeasurement = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.best = BestMeasurement(self.config.best)
+    best: BestMeasurement
 
     @staticmethod
     def of_config(config: MetricsConfig, sampler: Sampler, truths: list[Truth], groups: ProcessGroups) -> "Measurer":
@@ -57,7 +54,7 @@ class Measurer:
         captions = [truth.caption for truth in truths]
         texts = text_features(feature_model, captions) if feature_model.reads_text else None
         comparison = Comparison(image_features(feature_model, [truth.pixels for truth in truths]), texts, captions)
-        return Measurer(config, sampler, feature_model, comparison, groups)
+        return Measurer(config, sampler, feature_model, comparison, groups, BestMeasurement(config.best))
 
     def resume(self, log: Path, step: int) -> None:
         """Take the best measurement up to this step from the log of the run."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sd3_light.check.run_setup import BatchPlan, run_setup
+from sd3_light.check.run_setup import BatchSetup, run_setup
 from sd3_light.config import TrainConfig, batch_size_for
 from sd3_light.core.columns import named_bucket
 from sd3_light.core.cost import Cost, Layout
@@ -89,8 +89,8 @@ def room_for_cache(
     setups = []
     for bucket in data.buckets:
         samples = batch_size_for(config.micro_batch_size_per_gpu, bucket.resolution)
-        plan = BatchPlan(cost.tokens(named_bucket(bucket.bucket)), samples, accumulation, len(data.buckets), steps)
-        setups.append(run_setup(config, cost, layout, plan))
+        batches = BatchSetup(cost.tokens(named_bucket(bucket.bucket)), samples, accumulation, len(data.buckets), steps)
+        setups.append(run_setup(config, cost, layout, batches))
     training = max(gpu_memory(setup).total for setup in setups)
     # other processes may use the GPU; the context of this one is part of the estimate
     return Room(min(total, free + CONTEXT_BYTES), training, available_memory(), launch.local_world_size)

@@ -239,10 +239,8 @@ def _shift_of(model: ModelConfig) -> str:
     return f"model.shift = {model.shift or 1.0:g}"
 
 
-def changed_keys(loaded: LoadedConfig, resumed: Checkpoint | None) -> list[str]:
+def changed_keys(loaded: LoadedConfig, resumed: Checkpoint) -> list[str]:
     """Return the keys whose values differ from the `config.toml` of the resumed run, as `key = new (was old)`."""
-    if resumed is None:
-        return []
     table, _ = read_toml(resumed.path.parent.parent / "config.toml")
     if table is None:  # the checkpoint was copied without its run
         return []

@@ -86,8 +86,9 @@ class Prompts:
 
     def of_window(self, window: int, count: int) -> list[str]:
         """Return the prompts of a draw: each of them once, in an order that changes, before one recurs."""
-        numbers = range(window * count, (window + 1) * count)
-        return [self.texts[self._order(number // len(self.texts))[number % len(self.texts)]] for number in numbers]
+        total = len(self.texts)
+        places = [divmod(number, total) for number in range(window * count, (window + 1) * count)]
+        return [self.texts[shuffled(self.seed, "reward-prompts", turn, 0, total)[place]] for turn, place in places]
 
     def features(self, text: str) -> Mapping[str, Tensor]:
         """Return the encoded text of a prompt."""
@@ -95,14 +96,6 @@ class Prompts:
         if known is None:
             raise UserError(f"the prompt {text!r} is damaged in the cache; run `sd3-light cache CONFIG`")
         return known
-
-    def _order(self, turn: int) -> list[int]:
-        return shuffled(self.seed, "reward-prompts", turn, 0, len(self.texts))
-
-
-def prompts_number(prompts: Sequence[str]) -> int:
-    """Return a number that differs where prompts do, below 2^24: a float32 holds it."""
-    return zlib.crc32("\0".join(prompts).encode()) >> 8
 
 
 @lru_cache(maxsize=8)  # those of the latest draws
@@ -174,7 +167,7 @@ class Rollouts:
 
     def _require_prompts(self, window: int, prompts: Sequence[str]) -> None:
         """Refuse to train on the images of a checkpoint with other prompts than they were drawn for."""
-        number = prompts_number(prompts)
+        number = zlib.crc32("\0".join(prompts).encode()) >> 8  # below 2^24: a float32 holds it
         if int(self.state["draw"]) == window + 1 and int(self.state["prompts"]) != number:
             raise UserError(
                 f"reward.prompts: {self.table.prompts} lacks the prompts of the checkpoint's images; restore it, or "
@@ -191,12 +184,13 @@ class Rollouts:
     def _batch_of(self, window: int, uses: range) -> Batch:
         """Return the batch of the given uses of a window's images: all images are used once before one recurs."""
         count = self.table.images
+        seed = self.config.seed
         turns = [use // count for use in uses]
-        rows = [self._shuffled(window, use // count)[use % count] for use in uses]
+        rows = [shuffled(seed, "reward-order", window, use // count, count)[use % count] for use in uses]
         latents = self.state["latents"][rows]
         occurrences = occurrence_words(window, turns, rows)
         noise = np.empty(latents.shape, dtype=np.float32)
-        fill_rows(self.config.seed, "reward-noise", occurrences, noise)
+        fill_rows(seed, "reward-noise", occurrences, noise)
         drawn = torch.from_numpy(noise)
         t = self.preparer.times(occurrences, latents.shape)
         inputs = self._inputs([self.texts[row // self.table.images_per_prompt] for row in rows])
@@ -208,9 +202,6 @@ class Rollouts:
             "reward": self.state["rewards"][rows],
         }
         return Batch(len(rows), values, inputs.host).to(self.context.device)
-
-    def _shuffled(self, window: int, turn: int) -> list[int]:
-        return shuffled(self.config.seed, "reward-order", window, turn, self.table.images)
 
     def _inputs(self, texts: Sequence[EncodedText]) -> Batch:
         guidance = self.config.model.guidance

@@ -7,6 +7,7 @@ runs the stock blocks.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def load_teacher(model: TrainedModel, config: TrainConfig, device: torch.device)
     """
     teacher = model.objective.teacher
     if config.adapter is not None:
-        model.start = start_of_adapter(model)
+        model.start = partial(start_of_adapter, model)
     elif model.objective.keeps_start or teacher == "start":
         model.start = _copy_of_start(model, config, device)
     if teacher == "start":
@@ -121,14 +122,10 @@ def teach_by_average(model: TrainedModel, engine: Engine, averages: Averages) ->
     model.restore = leave
 
 
-def start_of_adapter(model: TrainedModel) -> Callable[[Batch, Sequence[int]], Prediction]:
+def start_of_adapter(model: TrainedModel, batch: Batch, taps: Sequence[int]) -> Prediction:
     """Return the prediction of the denoiser without its adapter."""
-
-    def teach(batch: Batch, taps: Sequence[int]) -> Prediction:
-        with without_adapter(model.denoiser):
-            return model.infer(batch, taps)
-
-    return teach
+    with without_adapter(model.denoiser):
+        return model.infer(batch, taps)
 
 
 def _open_folder(model: TrainedModel, config: TrainConfig, folder: Path) -> tuple[nn.Module, StoredWeights]:

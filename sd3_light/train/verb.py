@@ -118,7 +118,11 @@ def run(
             folder=folder.path,
             hooks=_make_hooks(context, state, sampler, measurer, on_sample, training.requests),
             schedule=_make_schedule(context.config, context.order.steps_per_epoch, training.total_steps),
-            facts=_checkpoint_facts(context),
+            facts={
+                "order": order_facts(context.order),
+                "settings": rate_settings(context.config),
+                "model": context.model_facts.as_dict(),
+            },
             keep_last=context.config.keep_last_n_checkpoints,
             out_of_memory=memory_hint(context.config, layout, has_graphs, context.residence),
             resume_hint="--resume",
@@ -142,15 +146,6 @@ def run(
     elif end.step > progress.step:
         info(f"finished: {total:,} steps, {end.samples:,} samples; the run is in {folder.path}")
     return end
-
-
-def _checkpoint_facts(context: RunContext) -> dict[str, Any]:
-    """Return what a checkpoint says about the run."""
-    return {
-        "order": order_facts(context.order),
-        "settings": rate_settings(context.config),
-        "model": context.model_facts.as_dict(),
-    }
 
 
 def _use_cpu(context: RunContext) -> None:

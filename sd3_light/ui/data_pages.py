@@ -70,7 +70,7 @@ def cache_page(folders: Folders, cache_id: str, number: int = 1, text: str = "")
     manifest = folders.manifest(folder)
     notes = list[str]()
     shards = sorted(manifest.shards, key=bucket_order)
-    first = (max(1, number) - 1) * PAGE_SIZE
+    first = (number - 1) * PAGE_SIZE
     if text:
         matches = _search(folder, shards, text, first + PAGE_SIZE + 1, notes)
     else:
@@ -107,13 +107,13 @@ def inspect_page(folders: Folders, cache_id: str) -> str:
     return render_page(collect_content(inspection, _INSPECT_SAMPLES, 0, None), served="/data")
 
 
-def original_image(folders: Folders, cache_id: str, shard: str, row: int) -> bytes:
+def original_image(folders: Folders, cache_id: str, shard: str, row: int | None) -> bytes:
     """Return a sample's original as WebP, resized and cropped as for the cache. Raises UserError where it is not
     available."""
     folder = folders.cache(cache_id)
     manifest = folders.manifest(folder)
     entry = next((each for each in manifest.shards if each.file == shard), None)
-    if entry is None or not 0 <= row < entry.count:
+    if entry is None or row is None or not 0 <= row < entry.count:
         raise UserError(f"{folder} has no sample {row} in {shard}")
     try:
         origin = read_origins(folder / SHARDS / entry.file)[row]

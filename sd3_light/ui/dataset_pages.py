@@ -4,8 +4,8 @@ import difflib
 import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from urllib.parse import quote, urlencode
+from dataclasses import replace
+from urllib.parse import urlencode
 
 import numpy as np
 from PIL import Image
@@ -32,30 +32,6 @@ _WITH_IMAGE = (
     *("too_small", "crop_too_large", "would_be_enlarged"),
 )  # reasons that say nothing about the bytes of the image
 _FIELDS = ("show", "text", "tag", "where", "reason", "sort", "like")
-
-
-@dataclass(frozen=True)
-class ShownSample:
-    """A sample on the page. ``read`` is the length of the first caption that text encoders read, None if all is."""
-
-    sample: IndexedSample
-    url: str
-    is_excluded: bool
-    is_edited: bool
-    first: str = ""
-    read: int | None = None
-    tokens_cut: int = 0
-    psnr: float | None = None
-
-    @property
-    def has_image(self) -> bool:
-        """Whether its image can be shown, as far as is known."""
-        return not self.sample.reason or self.sample.reason in _WITH_IMAGE
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Width and height; a square where they are not known."""
-        return max(self.sample.width, 1), max(self.sample.height, 1)
 
 
 def query_of(values: Mapping[str, str]) -> Query:
@@ -94,8 +70,9 @@ def dataset_page(dataset: Dataset, dataset_id: str, query: Query, page: int = 1,
                 notes += [] if is_complete else ["Tags were counted in the first samples alone."]
         except UserError as error:
             notes.append(str(error))
-    page = max(1, page)
-    shown = [] if rows is None else _shown(dataset, dataset_id, rows[(page - 1) * PAGE_SIZE : page * PAGE_SIZE])
+    shown: list[IndexedSample] = []
+    if index is not None and rows is not None:
+        shown = index.samples(rows[(page - 1) * PAGE_SIZE : page * PAGE_SIZE])
     pages = 0 if rows is None else -(-len(rows) // PAGE_SIZE)
     problem = dataset.files.problem(dataset.path)
     return render_template(
@@ -110,6 +87,8 @@ def dataset_page(dataset: Dataset, dataset_id: str, query: Query, page: int = 1,
         counts=_counts(dataset),
         reasons=[] if index is None else [(name, count, reason_meaning(name)) for name, count in index.reasons.items()],
         samples=shown,
+        with_image=_WITH_IMAGE,
+        read_length=read_length,
         groups=_groups(dataset, shown) if query.show == "duplicates" else [],
         total=0 if rows is None else len(rows),
         tags=tags,
@@ -177,27 +156,12 @@ def sample_image(dataset: Dataset, key: str) -> bytes:
     return buffer.getvalue()
 
 
-def _shown(dataset: Dataset, dataset_id: str, rows: Rows) -> list[ShownSample]:
-    index = dataset.require_index()
-    shown = []
-    for sample in index.samples(rows):
-        url = f"/datasets/{dataset_id}/image?key={quote(sample.key, safe='')}"
-        first = sample.captions[0] if sample.captions else ""
-        lost = dataset.lost.get(sample.key, 0)
-        read = read_length(first, dataset.limits) if lost else None
-        is_excluded = sample.key in index.excluded
-        is_edited = sample.key in index.edited
-        psnr = dataset.psnr.get(sample.key)
-        shown.append(ShownSample(sample, url, is_excluded, is_edited, first, read, lost, psnr))
-    return shown
-
-
-def _groups(dataset: Dataset, shown: Sequence[ShownSample]) -> list[list[ShownSample]]:
+def _groups(dataset: Dataset, shown: Sequence[IndexedSample]) -> list[list[IndexedSample]]:
     """Return the samples of a page by their group of duplicates."""
     index = dataset.require_index()
-    groups: dict[int, list[ShownSample]] = {}
-    for each in shown:
-        groups.setdefault(int(index.duplicate_groups[index.row_of(each.sample.key)]), []).append(each)
+    groups: dict[int, list[IndexedSample]] = {}
+    for sample in shown:
+        groups.setdefault(int(index.duplicate_groups[index.row_of(sample.key)]), []).append(sample)
     return list(groups.values())
 
 

@@ -5,7 +5,7 @@ import tempfile
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -117,14 +117,7 @@ class Dataset:
     def excluded(self) -> frozenset[str]:
         """The keys in all lists of the TOML."""
         lists = {directory.exclude for directory in self.directories if directory.exclude is not None}
-        keys: frozenset[str] = frozenset()
-        for path in lists:
-            try:
-                keys |= read_exclusions(path)
-            except UserError:
-                if path.exists():
-                    raise
-        return keys
+        return frozenset[str]().union(*(read_exclusions(path) for path in lists if path.exists()))
 
     @property
     def index(self) -> SampleIndex | None:
@@ -254,24 +247,23 @@ class Dataset:
             raise UserError(f"{len(rows):,} samples are too many at once; filter them to at most {MOST_EDITS:,}")
         edits: list[CaptionEdit] = []
         problems: list[tuple[str, str]] = []
-        for number, source in enumerate(index.sources):
-            transform = make_transform(mode, find, put, source.directory.cache_shuffle_delimiter)
-            own = rows[index.numbers[rows] == number]
-            with CaptionPlaces(source.directory, source.index) as places:
-                for sample in index.samples(np.sort(own)):
-                    if not any(transform(text) != text for text in sample.captions):
-                        continue  # no place is looked for: most captions do not change
-                    try:
-                        place = self._place(places, sample)
-                        texts = edited_captions(place)
-                    except UserError as error:
-                        problems.append((sample.key, str(error)))
-                        continue
-                    edits += [
-                        CaptionEdit(sample.key, place, places.columns, at, text, transform(text))
-                        for at, text in enumerate(texts)
-                        if transform(text) != text
-                    ]
+        delimiters = [source.directory.cache_shuffle_delimiter for source in index.sources]
+        transforms = {delimiter: make_transform(mode, find, put, delimiter) for delimiter in delimiters}
+        for places, _, sample in _with_places(index, rows):
+            transform = transforms[sample.source.directory.cache_shuffle_delimiter]
+            if not any(transform(text) != text for text in sample.captions):
+                continue  # no place is looked for: most captions do not change
+            try:
+                place = self._place(places, sample)
+                texts = edited_captions(place)
+            except UserError as error:
+                problems.append((sample.key, str(error)))
+                continue
+            edits += [
+                CaptionEdit(sample.key, place, places.columns, at, text, transform(text))
+                for at, text in enumerate(texts)
+                if transform(text) != text
+            ]
         described = {"text": f"{find!r} → {put!r}", "tag": f"tag {find!r} → {put!r}", "start": f"+ {put!r}"}
         description = f"{len(edits):,} captions: {described.get(mode, f'+ {put!r} at the end')}"
         preview = Preview(f"{time.monotonic_ns():x}", description, edits, problems, len(rows))
@@ -306,21 +298,17 @@ class Dataset:
     def _show(self, result: EditResult) -> None:
         """Show the captions of edited samples as they are in their files now."""
         index = self.require_index()
-        keys = list(dict.fromkeys(edit.key for edit in result.done))
+        keys = [edit.key for edit in result.done]
         changes: dict[int, Sequence[str]] = {}
         accepted = set()
-        rows = index.rows_of(keys)
-        for number, source in enumerate(index.sources):
-            own = rows[index.numbers[rows] == number]
-            with CaptionPlaces(source.directory, source.index) as places:
-                for row, sample in zip(own.tolist(), index.samples(own), strict=True):
-                    try:
-                        place = places.find(sample.key, sample.location)
-                        changes[row] = prepare_captions(place.captions, source.directory)
-                    except (UserError, Reject):  # empty, and empty captions are skipped: listing again says so
-                        changes[row] = ()
-                    if changes[row]:
-                        accepted.add(sample.key)
+        for places, row, sample in _with_places(index, index.rows_of(keys)):
+            try:
+                place = places.find(sample.key, sample.location)
+                changes[row] = prepare_captions(place.captions, sample.source.directory)
+            except (UserError, Reject):  # empty, and empty captions are skipped: listing again says so
+                changes[row] = ()
+            if changes[row]:
+                accepted.add(sample.key)
         self._index = index.with_captions(changes).without_reasons(accepted, ("no_caption", "empty_caption"))
 
     # --- excluded samples -------------------------------------------------------------------------
@@ -393,6 +381,15 @@ class Datasets:
             elif dataset is not None and os.path.isfile(dataset):  # False also for names that are too long
                 named.setdefault(dataset, []).append(path)
         return {folder_id(path): (path, named[path]) for path in sorted(named)}
+
+
+def _with_places(index: SampleIndex, rows: Rows) -> Iterator[tuple[CaptionPlaces, int, IndexedSample]]:
+    """Yield rows and their samples, source by source, with what finds their captions."""
+    for number, source in enumerate(index.sources):
+        own = np.sort(rows[index.numbers[rows] == number])
+        with CaptionPlaces(source.directory, source.index) as places:
+            for row, sample in zip(own.tolist(), index.samples(own), strict=True):
+                yield places, row, sample
 
 
 def _problem_notes(problems: Sequence[tuple[str, str]]) -> list[str]:

@@ -125,6 +125,7 @@ def parse_request(values: Mapping[str, Any], models: Models, loras: Mapping[str,
     dtype = str(values.get("dtype", "float32"))
     if sampler not in SAMPLERS or dtype not in DTYPES:
         raise UserError(f"unknown sampler or dtype {sampler!r}, {dtype!r}; choose one of the list")
+    written = ((line.strip(), None) for line in str(values.get("loras", "")).splitlines() if line.strip())
     request = DrawRequest(
         next(iter(chosen)),
         chosen,
@@ -133,7 +134,7 @@ def parse_request(values: Mapping[str, Any], models: Models, loras: Mapping[str,
         Axis("model", tuple(chosen)),
         Axis("seed", seeds),
         negative_prompt=str(values.get("negative_prompt", "")).strip(),
-        loras=(*_listed_loras(values, loras), *_written_loras(values)),
+        loras=(*_listed_loras(values, loras), *written),  # strengths of written ones are read with the files
         steps=None if (steps := number_of(values, "steps", *_LIMITS["steps"])) is None else int(steps),
         guidance=number_of(values, "guidance", *_LIMITS["guidance"]),
         shift=number_of(values, "shift", *_LIMITS["shift"]),
@@ -219,13 +220,6 @@ def _listed_loras(values: Mapping[str, Any], loras: Mapping[str, tuple[str, Path
         label, path = loras[key]
         number = number_of({label: strength}, label, *_LIMITS["lora"])
         yield str(path), 1.0 if number is None else number
-
-
-def _written_loras(values: Mapping[str, Any]) -> Iterator[tuple[str, None]]:
-    """Yield the lines of the text, whose strengths are read with the files."""
-    for line in str(values.get("loras", "")).splitlines():
-        if line.strip():
-            yield line.strip(), None
 
 
 def _seeds(text: str) -> tuple[int, ...]:

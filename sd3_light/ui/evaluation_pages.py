@@ -44,14 +44,13 @@ class Evaluation:
     true: str
     scores: Mapping[str, Mapping[str, Mapping[int, float]]]
 
-    def image(self, row: str, caption: int) -> Path | None:
+    def image(self, row: str, caption: int | None) -> Path | None:
         """Return the path of an image; None if there is none, or a link."""
-        if row not in self.rows or not 0 <= caption < len(self.captions):
+        if row not in self.rows or caption is None or not 0 <= caption < len(self.captions):
             return None
-        path = self.folder / self.rows[row] / f"{caption}.png"
-        is_plain = os.path.realpath(path) == os.path.join(
-            os.path.realpath(self.folder), self.rows[row], f"{caption}.png"
-        )
+        place = os.path.join(self.rows[row], f"{caption}.png")
+        path = self.folder / place
+        is_plain = os.path.realpath(path) == os.path.join(os.path.realpath(self.folder), place)
         return path if is_plain and path.is_file() else None
 
     def drawn(self) -> list[str]:
@@ -81,12 +80,12 @@ def evaluation_page(folders: Folders, evaluation_id: str, view: View, number: in
     evaluation = read_evaluation(folder)
     rows = evaluation.drawn()
     row = view.row if view.row in rows else next(reversed(rows), "")
-    scores = list(evaluation.scores.get(row, {}))
+    scores = evaluation.scores.get(row, {})
     score = view.score if view.score in scores else next((name for name in _PREFERRED if name in scores), "")
     order = view.order if view.order in ORDERS else "best"
     view = replace(view, row=row, score=score, order=order if score else "random")
     ordered = evaluation.ordered(view)
-    first = (max(1, number) - 1) * PAGE_SIZE
+    first = (number - 1) * PAGE_SIZE
     notes = [] if scores else ["This evaluation kept no scores of single images; evaluate again to order them."]
     return render_template(
         "evaluation_images.html",
@@ -97,7 +96,8 @@ def evaluation_page(folders: Folders, evaluation_id: str, view: View, number: in
         rows=rows,
         scores=scores,
         orders=ORDERS,
-        cards=[_card(evaluation, evaluation_id, view, caption) for caption in ordered[first : first + PAGE_SIZE]],
+        evaluation=evaluation,
+        shown=ordered[first : first + PAGE_SIZE],
         total=len(ordered),
         number=number,
         pages=max(1, -(-len(ordered) // PAGE_SIZE)),
@@ -107,7 +107,7 @@ def evaluation_page(folders: Folders, evaluation_id: str, view: View, number: in
     )
 
 
-def evaluated_image(folders: Folders, evaluation_id: str, row: str, caption: int) -> Path:
+def evaluated_image(folders: Folders, evaluation_id: str, row: str, caption: int | None) -> Path:
     """Return the path of an image of an evaluation. Raises UserError where there is none."""
     label, folder = folders.evaluation(evaluation_id)
     path = read_evaluation(folder).image(row, caption)
@@ -151,15 +151,3 @@ def _scores(table: Any, captions: int) -> dict[str, dict[int, float]]:
 
 def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
-
-
-def _card(evaluation: Evaluation, evaluation_id: str, view: View, caption: int) -> dict[str, Any]:
-    """Return what a card shows: the true image, that of the row, and its scores."""
-    figures = [
-        (f"/evaluations/{evaluation_id}/image?{urlencode({'row': row, 'caption': caption})}", row)
-        for row in (evaluation.true, view.row)
-        if evaluation.image(row, caption) is not None
-    ]
-    scores = evaluation.scores.get(view.row, {})
-    texts = [f"{name} {values[caption]:.4g}" for name, values in scores.items() if caption in values]
-    return {"number": caption, "caption": evaluation.captions[caption], "figures": figures, "scores": texts}

@@ -2,6 +2,7 @@
 
 import hmac
 from collections.abc import Sequence
+from dataclasses import dataclass
 from urllib.parse import urlencode, urlsplit
 
 from starlette.requests import Request
@@ -21,6 +22,7 @@ _HEADERS = (
 )
 
 
+@dataclass
 class Guard:
     """Refuses requests without the token, if there is one, and requests that another website makes.
 
@@ -30,9 +32,8 @@ class Guard:
     page that takes long to make.
     """
 
-    def __init__(self, app: ASGIApp, token: str | None) -> None:
-        self.app = app
-        self.token = token
+    app: ASGIApp
+    token: str | None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a refused request, or pass it on."""

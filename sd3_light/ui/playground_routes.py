@@ -1,6 +1,7 @@
 """The routes of the playground."""
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
@@ -25,11 +26,11 @@ def playground_routes(playground: Playground) -> list[Route]:
     ]
 
 
+@dataclass
 class _PlaygroundRoutes:
     """One method per route. Starlette calls those that are not async in threads."""
 
-    def __init__(self, playground: Playground) -> None:
-        self.playground = playground
+    playground: Playground
 
     def page(self, request: Request) -> Response:
         return page_reply(request, self.playground.page(request.query_params.get("run", "")))

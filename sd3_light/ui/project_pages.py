@@ -34,12 +34,11 @@ def projects_page(folders: Folders, projects: Projects, playground: Playground) 
         ConfigRow(folder_id(path), path, kind, _row(folders, projects, path, kind))
         for path, kind in found.configs.items()
     ]
-    models = [*found.models, *(path for _, path in playground.models().values())]
     return render_template(
         "projects.html",
         rows=rows,
         kinds=KINDS,
-        models=list(dict.fromkeys(models)),
+        models=[*found.models, *(path for _, path in playground.models().values())],
         images=found.images,
         root=folders.roots[0],
         roots=folders.roots,

@@ -1,5 +1,6 @@
 """The routes of projects: configs that are found, edited and checked, and new ones that are planned and created."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
@@ -19,7 +20,7 @@ from sd3_light.ui.served_files import LARGEST_TEXT
 
 def project_routes(folders: Folders, queue: RunQueue, playground: Playground) -> list[Route]:
     """Return the routes."""
-    routes = _ProjectRoutes(folders, queue, playground)
+    routes = _ProjectRoutes(folders, queue, playground, Projects(folders), Planner(folders, playground.prepare))
     return [
         Route("/projects", routes.projects),
         Route("/projects/plans", routes.plan, methods=["POST"]),
@@ -33,15 +34,15 @@ def project_routes(folders: Folders, queue: RunQueue, playground: Playground) ->
     ]
 
 
+@dataclass
 class _ProjectRoutes:
     """One method per route. Starlette calls those that are not async in threads."""
 
-    def __init__(self, folders: Folders, queue: RunQueue, playground: Playground) -> None:
-        self.folders = folders
-        self.queue = queue
-        self.playground = playground
-        self.configs = Projects(folders)
-        self.planner = Planner(folders, playground.prepare)
+    folders: Folders
+    queue: RunQueue
+    playground: Playground
+    configs: Projects
+    planner: Planner
 
     def projects(self, request: Request) -> Response:
         return page_reply(request, projects_page(self.folders, self.configs, self.playground))

@@ -202,10 +202,10 @@ def _arguments(form: Mapping[str, str], files: ServedFiles) -> _Arguments:
 def _fill(plan: ProjectPreview, arguments: _Arguments) -> None:
     """Plan a project, then check it; a plan that cannot be checked cannot be created."""
     from sd3_light.new import verb as new
-    from sd3_light.new.summary import plan_lines, size_line
+    from sd3_light.new.summary import project_lines, size_line
 
     a = arguments
-    project = new.plan(a.kind, a.data, a.model, a.out, a.resolution, a.gpus, a.validation)
-    plan.lines = [size_line(project), *plan_lines(project)]
+    project = new.prepare(a.kind, a.data, a.model, a.out, a.resolution, a.gpus, a.validation)
+    plan.lines = [size_line(project), *project_lines(project)]
     plan.conclusion = new.conclude(project, a.elsewhere)
     plan.project = project

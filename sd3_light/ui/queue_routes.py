@@ -1,6 +1,7 @@
 """The routes of the queue, and those that start and stop runs."""
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from starlette.requests import Request
@@ -28,12 +29,12 @@ def queue_routes(folders: Folders, queue: RunQueue) -> list[Route]:
     ]
 
 
+@dataclass
 class _QueueRoutes:
     """One method per route. Starlette calls those that are not async in threads."""
 
-    def __init__(self, folders: Folders, queue: RunQueue) -> None:
-        self.folders = folders
-        self.queue = queue
+    folders: Folders
+    queue: RunQueue
 
     def page(self, request: Request) -> Response:
         return page_reply(request, queue_page(self.folders, self.queue))

@@ -111,7 +111,7 @@ def _row(run_id: str, folder: Path, read: Callable[[], RunReport]) -> RunRow:
     return RunRow(run_id, folder, report, problem)
 
 
-def runs_page(folders: Folders, notes: Sequence[str] = (), text: str = "", sort: str = "newest") -> str:
+def runs_page(folders: Folders, text: str = "", sort: str = "newest") -> str:
     """Return the list of all runs whose path contains a text."""
     if sort not in SORTINGS:
         raise UserError(f"unknown order {sort!r}; use one of {', '.join(SORTINGS)}")
@@ -121,10 +121,9 @@ def runs_page(folders: Folders, notes: Sequence[str] = (), text: str = "", sort:
         "runs.html",
         rows=sorted(rows, key=SORTINGS[sort][1]),  # type: ignore[arg-type]
         roots=folders.roots,
-        sortings={name: title for name, (title, _) in SORTINGS.items()},
+        sortings=SORTINGS,
         text=text,
         sort=sort,
-        notes=list(notes),
         served="/",
         live=True,
     )

@@ -1,5 +1,7 @@
 """The routes of samples over steps, and of the images of evaluations."""
 
+from dataclasses import dataclass
+
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -23,11 +25,11 @@ def sample_routes(folders: Folders) -> list[Route]:
     ]
 
 
+@dataclass
 class _SampleRoutes:
     """One method per route. Starlette calls them in threads."""
 
-    def __init__(self, folders: Folders) -> None:
-        self.folders = folders
+    folders: Folders
 
     def samples(self, request: Request) -> Response:
         query = request.query_params
@@ -58,7 +60,6 @@ class _SampleRoutes:
     def evaluated(self, request: Request) -> Response:
         query = request.query_params
         caption = integer(query.get("caption", ""))
-        evaluation_id = request.path_params["evaluation"]
-        file = evaluated_image(self.folders, evaluation_id, query.get("row", ""), -1 if caption is None else caption)
+        file = evaluated_image(self.folders, request.path_params["evaluation"], query.get("row", ""), caption)
         image = read_limited(file, LARGEST_FILE)
         return Response(image, media_type="image/png", headers={"Cache-Control": "private, no-cache"})

@@ -165,12 +165,12 @@ def _only_reads(route: Route) -> bool:
     return route.methods == {"GET", "HEAD"} and not route.path.startswith(_WORKING)
 
 
+@dataclass
 class _Marked:
     """Tells the templates whether their page can change something."""
 
-    def __init__(self, app: ASGIApp, is_read_only: bool) -> None:
-        self.app = app
-        self.is_read_only = is_read_only
+    app: ASGIApp
+    is_read_only: bool
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Set it for the request, and the threads that answer it."""
@@ -178,15 +178,15 @@ class _Marked:
         await self.app(scope, receive, send)
 
 
+@dataclass
 class _Routes:
     """One method per route. Starlette calls those that are not async in threads."""
 
-    def __init__(self, site: Site) -> None:
-        self.site = site
+    site: Site
 
     def runs(self, request: Request) -> Response:
         query = request.query_params
-        page = runs_page(self.site.folders, (), query.get("text", ""), query.get("sort", "newest"))
+        page = runs_page(self.site.folders, query.get("text", ""), query.get("sort", "newest"))
         return page_reply(request, page)
 
     def run(self, request: Request) -> Response:
@@ -194,9 +194,8 @@ class _Routes:
         queue = self.site.queue
         folder = self.site.folders.run(run_id)
         console = queue.console(folder)
-        notes = queue.notes(folder)
-        is_pending = queue.is_pending(folder)
-        return page_reply(request, run_page(self.site.folders, run_id, console, notes, is_pending))
+        page = run_page(self.site.folders, run_id, console, queue.notes(folder), queue.is_pending(folder))
+        return page_reply(request, page)
 
     def compare(self, request: Request) -> Response:
         return page_reply(request, compare_page(self.site.folders, request.query_params.getlist("run")))
@@ -213,10 +212,9 @@ class _Routes:
 
     def original(self, request: Request) -> Response:
         query = request.query_params
-        row = integer(query.get("row", ""))
         cache_id = request.path_params["cache"]
-        shard = query.get("shard", "")
-        image = original_image(self.site.folders, cache_id, shard, -1 if row is None else row)
+        row = integer(query.get("row", ""))
+        image = original_image(self.site.folders, cache_id, query.get("shard", ""), row)
         return Response(image, media_type="image/webp", headers={"Cache-Control": "private, max-age=3600"})
 
     def inspect(self, request: Request) -> Response:

@@ -1,5 +1,7 @@
 """The routes and pages of uploads to the hub: a form, a plan that shows every file, and the upload itself."""
 
+from dataclasses import dataclass
+
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
@@ -22,11 +24,11 @@ def share_routes(folders: Folders, playground: Playground) -> list[Route]:
     ]
 
 
+@dataclass
 class _ShareRoutes:
     """One method per route. Starlette calls those that are not async in threads."""
 
-    def __init__(self, sharing: Sharing) -> None:
-        self.sharing = sharing
+    sharing: Sharing
 
     def form(self, request: Request) -> Response:
         run_id = request.query_params.get("run", "")

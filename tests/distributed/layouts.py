@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from itertools import chain
@@ -127,6 +127,21 @@ def run_ranks(world: int, *command: object, timeout: int = 240) -> "subprocess.C
     return done
 
 
+Runs = Mapping[str, tuple[Layout, tuple[str, ...], str | None]]
+"""Name of a run -> its layout, its overrides, and the run whose checkpoint it resumes."""
+
+
+def launch_runs(project: Any, runs: Runs, step: int, folder: Path) -> None:
+    """Launch runs of one process, then those of two; ``step`` is that of the checkpoints to resume."""
+    for world in (1, 2):
+        jobs = []
+        for name, (layout, keys, source) in runs.items():
+            checkpoint = None if source is None else str(saved(project, source, step))
+            if layout.world_size == world:
+                jobs.append(Job(str(project.train_toml), name, layout, keys, checkpoint))
+        launch(jobs, folder)
+
+
 def saved(project: Any, run: str, step: int) -> Path:
     """Return the checkpoint of a step of a run."""
     return Path(project.folder / run / "checkpoints" / checkpoint_name(step))
@@ -182,18 +197,19 @@ def marked_loss(predicted: torch.Tensor, target: torch.Tensor, *more: Any) -> to
 
 
 def patch() -> None:
-    """Patch training: skip the proof of exports, inject bad batches, compare loaded state with its checkpoint bit for
+    """Patch training: skip the proofs of exports, inject bad batches, compare loaded state with its checkpoint bit for
     bit, and record the memory held at the end."""
     from sd3_light.checkpoint.progress import track_kind
     from sd3_light.data.loader import PipelineDataLoader
-    from sd3_light.export import diffusers_folder as folder
+    from sd3_light.export import adapter_folder, diffusers_folder
     from sd3_light.flow import objectives
     from sd3_light.train import verb as train
 
     steps = PipelineDataLoader.steps
     PipelineDataLoader.steps = lambda self: (poison(step) for step in steps(self))  # type: ignore
     objectives.flow_loss = marked_loss
-    folder.prove = lambda *_: {}  # type: ignore[assignment]
+    diffusers_folder.prove = lambda *_: {}  # type: ignore[assignment]
+    adapter_folder.prove_adapter = lambda *_: {}  # type: ignore[assignment]
     load = train.load_checkpoint
 
     def load_and_check(saved: Any, engine: Any, averages: Any, *more: Any) -> Any:

@@ -9,6 +9,7 @@ import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -51,12 +52,10 @@ class Worker:
     def results(self, keeper: CheckpointKeeper) -> list[dict[str, Any]]:
         results = []
         for save in keeper.wait():
-            outcome = (
-                {"failed": save.reason}
-                if isinstance(save, CheckpointFailed)
-                else {"file": save.path.name, "bytes": save.bytes, "facts": save.facts}
-            )
-            results.append({"step": save.step, **outcome})
+            if isinstance(save, CheckpointFailed):
+                results.append({"failed": save.reason})
+            else:
+                results.append({"file": save.path.name, "bytes": save.bytes, "facts": save.facts})
         return results
 
     def save(self, step: int, keeper: CheckpointKeeper | None = None) -> list[dict[str, Any]]:
@@ -92,15 +91,9 @@ class Worker:
 
     def commit_fails(self) -> list[dict[str, Any]]:
         """Rank 0 fails in the final commit."""
-        real = background.commit
-
-        def commit(*_: Any) -> Path:
-            raise OSError(28, "No space left on device", "index.json")
-
-        background.commit = commit
-        results = self.save(4)
-        background.commit = real
-        return results
+        full = OSError(28, "No space left on device", "index.json")
+        with patch.object(background, "commit", side_effect=full):
+            return self.save(4)
 
     def leftovers(self) -> list[dict[str, Any]]:
         """A killed run with more ranks left parts of the same step."""
@@ -138,23 +131,12 @@ class Worker:
         return self.save(6)
 
 
-SCENARIOS = [
-    "while_training",
-    "full_disk",
-    "commit_fails",
-    "leftovers",
-    "one_writer",
-    "outsider",
-    "not_shared",
-    "a_rank_dies",
-]
-
-
 def main(rank: int, folder: Path) -> None:
     worker = Worker(rank, folder)
     results = {}
-    for scenario in SCENARIOS:
-        results[scenario] = getattr(worker, scenario)()
+    scenarios = (worker.while_training, worker.full_disk, worker.commit_fails, worker.leftovers, worker.one_writer)
+    for scenario in (*scenarios, worker.outsider, worker.not_shared, worker.a_rank_dies):
+        results[scenario.__name__] = scenario()
         (folder / f"results{rank}.json").write_text(json.dumps(results))
     os._exit(0)  # destroying the process group would wait for the dead rank
 
@@ -189,11 +171,8 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 def test_each_rank_writes_its_half_and_one_process_reads_all(outcome: Outcome) -> None:
     saved = open_checkpoint(outcome.folder / "saved" / "step-00000003")
-    assert sorted(path.name for path in saved.path.iterdir()) == [
-        "index.json",
-        "rank-00000.safetensors",
-        "rank-00001.safetensors",
-    ]
+    names = {path.name for path in saved.path.iterdir()}
+    assert names == {"index.json", "rank-00000.safetensors", "rank-00001.safetensors"}
     assert saved.facts == {"step": 3}
     expected = torch.arange(ROWS * WIDTH, dtype=torch.float32) + 3
     assert torch.equal(saved.tensor("param/rows"), expected.view(ROWS, WIDTH))

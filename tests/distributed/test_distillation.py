@@ -1,55 +1,44 @@
 """Several processes distil as one does, and train with a training adapter: guidance, steps, steps of the average."""
 
-from pathlib import Path
-
 import pytest
 
 from sd3_light.config import SIZES
-from tests.distributed.layouts import DDP, FSDP2, HAS_DEEPSPEED, ONE, ZERO2, Job, Layout, launch, same_steps, saved
+from tests.distributed.layouts import DDP, FSDP2, HAS_DEEPSPEED, ONE, ZERO2, Runs, launch_runs, same_steps
 from tests.project import Project
-from tests.unit.train.test_train_preferences import write_start
+from tests.unit.train.test_train_preferences import start_from_weights
 from tests.unit.train.test_training_adapter import write_adapter
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 STEPS, SAVED = 4, 2
 WIDTH = SIZES["tiny2"].width
 SHARED = ("objective.distill.guidance=3.0", "model.uncond_text='empty'", "gradient_clipping=0.5", "ema.enable=true")
+FEWER = ("objective.distill.steps=2", "objective.distill.teacher_steps=4")
 KINDS = {
     "guidance": SHARED,
-    "steps": (*SHARED, "objective.distill.steps=2", "objective.distill.teacher_steps=4"),
-    "average": (
-        *SHARED,
-        "objective.distill.steps=2",
-        "objective.distill.teacher_steps=4",
-        'objective.distill.teacher="average"',
-        "ema.decay=0.5",
-    ),
+    "steps": (*SHARED, *FEWER),
+    "average": (*SHARED, *FEWER, 'objective.distill.teacher="average"', "ema.decay=0.5"),
     "undone": ('model.training_adapter="undo.safetensors"', "gradient_clipping=0.5"),
 }
 LAYOUTS = (DDP, FSDP2, *((ZERO2,) if HAS_DEEPSPEED else ()))
-RUNS = [(kind, layout) for kind in KINDS for layout in LAYOUTS if layout is DDP or kind in ("average", "undone")]
-
-
-def job(project: Project, kind: str, layout: Layout, checkpoint: Path | None = None) -> Job:
-    source = None if checkpoint is None else str(checkpoint)
-    name = f"{kind}-{layout.name}" if checkpoint is None else f"{kind}-{layout.name}-resumed"
-    return Job(str(project.train_toml), name, layout, KINDS[kind], source)
+RUNS: Runs = {
+    f"{kind}-{layout.name}": (layout, KINDS[kind], None)
+    for kind in KINDS
+    for layout in (ONE, *LAYOUTS)
+    if layout in (ONE, DDP) or kind in ("average", "undone")
+}
+RUNS = {**RUNS, "average-ddp-resumed": (DDP, KINDS["average"], "average-one")}
 
 
 @pytest.fixture(scope="module")
 def trained(raw_project: Project, tmp_path_factory: pytest.TempPathFactory) -> Project:
-    project = raw_project.copy(tmp_path_factory.mktemp("trained") / "project")
-    project.train_toml.write_text(project.train_toml.read_text().replace('init = "random"', 'init = "start"'))
-    write_start(project)
+    project = start_from_weights(raw_project, tmp_path_factory.mktemp("trained"))
     write_adapter(project.folder, WIDTH)
     project.build_cache()
-    launch([job(project, kind, ONE) for kind in KINDS], tmp_path_factory.mktemp("one"))
-    resumed = [job(project, "average", DDP, saved(project, "average-one", SAVED))]
-    launch([*(job(project, *each) for each in RUNS), *resumed], tmp_path_factory.mktemp("two"))
+    launch_runs(project, RUNS, SAVED, tmp_path_factory.mktemp("jobs"))
     return project
 
 
-@pytest.mark.parametrize("run", [*(f"{kind}-{layout.name}" for kind, layout in RUNS), "average-ddp-resumed"])
+@pytest.mark.parametrize("run", [name for name, (layout, *_) in RUNS.items() if layout is not ONE])
 def test_every_layout_distils_alike(trained: Project, run: str) -> None:
     first = SAVED if run.endswith("resumed") else 0
     same_steps(trained, run, f"{run.partition('-')[0]}-one", first, STEPS)

@@ -101,11 +101,9 @@ def export_again(project: Project, layout: Layout) -> Job:
     """Return a resume of the reference run in this layout, as if killed before its last export: only the export is
     left to do."""
     name = f"{layout.name}-export"
-    run = Path(project.folder / name)
-    shutil.copytree(project.folder / ONE.name, run, ignore=shutil.ignore_patterns("exports"))
-    return Job(
-        str(project.train_toml), name, layout, partition_keys(layout), str(run / "checkpoints" / checkpoint_name(STEPS))
-    )
+    shutil.copytree(project.folder / ONE.name, project.folder / name, ignore=shutil.ignore_patterns("exports"))
+    checkpoint = str(saved(project, layout, STEPS, name))
+    return Job(str(project.train_toml), name, layout, partition_keys(layout), checkpoint)
 
 
 def partition_keys(layout: Layout, split: int | None = None) -> tuple[str, ...]:
@@ -148,17 +146,6 @@ def require_same_curve(
 def content(folder: Path) -> dict[str, bytes]:
     files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
     return {name: path.read_bytes() for name, path in files.items() if name not in NOT_COMPARED}
-
-
-def require_same_export(project: Project, layout: Layout) -> None:
-    """Compare the export byte for byte with that of one process."""
-    expected = content(project.folder / ONE.name / "exports" / checkpoint_name(STEPS))
-    exported = content(project.folder / f"{layout.name}-export" / "exports" / checkpoint_name(STEPS))
-    assert "transformer/diffusion_pytorch_model.safetensors" in expected
-    card = exported["README.md"].replace(f"name: {layout.name}-export".encode(), f"name: {ONE.name}".encode())
-    exported["README.md"] = card  # the card contains the run's name
-    assert set(exported) == set(expected), layout.name
-    assert not [name for name in expected if exported[name] != expected[name]], layout.name
 
 
 # --- each layout writes a checkpoint and reads another's -------------------------------------------
@@ -256,10 +243,6 @@ def test_muon_trains_alike_with_sharded_weights(rich: Project, tmp_path: Path, m
 @pytest.mark.parametrize("layout", DRAWN, ids=lambda layout: layout.name)
 def test_routing_alignment_and_crops_train_alike(trained: Project, layout: Layout) -> None:
     """Which tokens are routed does not depend on the layout."""
-    require_same_draws(trained, layout)
-
-
-def require_same_draws(trained: Project, layout: Layout) -> None:
     expected = trained.events("step", f"{ONE.name}-drawn")
     steps = trained.events("step", f"{layout.name}-drawn")
     assert len(steps) == len(expected) == 2
@@ -272,16 +255,19 @@ def require_same_draws(trained: Project, layout: Layout) -> None:
 
 @pytest.mark.parametrize("layout", EXPORTS, ids=lambda layout: layout.name)
 def test_every_layout_exports_the_same_bytes(trained: Project, layout: Layout) -> None:
-    require_same_export(trained, layout)
+    """As one process does."""
+    expected = content(trained.folder / ONE.name / "exports" / checkpoint_name(STEPS))
+    exported = content(trained.folder / f"{layout.name}-export" / "exports" / checkpoint_name(STEPS))
+    assert "transformer/diffusion_pytorch_model.safetensors" in expected
+    card = exported["README.md"].replace(f"name: {layout.name}-export".encode(), f"name: {ONE.name}".encode())
+    exported["README.md"] = card  # the card contains the run's name
+    assert set(exported) == set(expected), layout.name
+    assert not [name for name in expected if exported[name] != expected[name]], layout.name
 
 
 @pytest.mark.parametrize("layout", POISONED, ids=lambda layout: layout.name)
 def test_a_non_finite_step_is_skipped(trained: Project, layout: Layout) -> None:
     """Weights, moments and Adam's step count are unchanged, so later steps equal those of one process."""
-    require_skipped(trained, layout)
-
-
-def require_skipped(trained: Project, layout: Layout) -> None:
     run, reference = f"{layout.name}-poisoned", "one-poisoned"
     assert [event["step"] for event in trained.events("skip", run)] == [2, 3]
     steps, expected = trained.events("step", run), trained.events("step", reference)
@@ -303,10 +289,6 @@ def test_one_process_resumes_other_layouts(trained: Project, source: Layout, mon
 
 @pytest.mark.parametrize("layout", [ONE, *READS], ids=lambda layout: layout.name)
 def test_memory_per_process_matches_the_formula(trained: Project, layout: Layout) -> None:
-    require_expected_memory(trained, layout)
-
-
-def require_expected_memory(trained: Project, layout: Layout) -> None:
     """Compare the formula with the weights, moments and averages of each rank and with the size of its checkpoint."""
     setup = TrainingSetup(
         SD3Cost(SIZES["tiny2"]), Tokens(16, 16), 1, ema_tracks=1, world_size=layout.world_size, parallel=layout.parallel
@@ -356,9 +338,9 @@ def test_other_layouts_draw_skip_and_use_fast_blocks_alike(trained: Project, tmp
     jobs = [drawn(trained, ZERO1), drawn(trained, ZERO3), poisoned(trained, ZERO0), poisoned(trained, ZERO1)]
     launch([*jobs, *(fast(trained, layout) for layout in FAST)], tmp_path)
     for layout in (ZERO1, ZERO3):
-        require_same_draws(trained, layout)
+        test_routing_alignment_and_crops_train_alike(trained, layout)
     for layout in (ZERO0, ZERO1):
-        require_skipped(trained, layout)
+        test_a_non_finite_step_is_skipped(trained, layout)
     for layout in FAST:
         require_same_curve(trained, f"{layout.name}-fast", layout, rel=1e-4)
 
@@ -389,8 +371,8 @@ def test_every_layout_resumes_from_every_other(rich: Project, tmp_path: Path) ->
         launch([job(project, ZERO2, *keys, run="zero2-fast")], tmp_path, 600)
         require_same_curve(project, "zero2-fast", ZERO2, rel=1e-4)
     for layout in LAYOUTS:
-        require_expected_memory(project, layout)
-        require_same_export(project, layout)
+        test_memory_per_process_matches_the_formula(project, layout)
+        test_every_layout_exports_the_same_bytes(project, layout)
         require_same_curve(project, layout.name, layout)
         for other in LAYOUTS:
             require_same_curve(project, f"{layout.name}-from-{other.name}", layout)
@@ -411,18 +393,7 @@ FEATURES = {
 @needs_deepspeed
 def test_torch_layouts_are_tested_without_deepspeed() -> None:
     """Runs this file as if DeepSpeed were not installed."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        str(Path(__file__)),
-        "-q",
-        "-rA",
-        "-m",
-        "not slow",
-        "-p",
-        "no:cacheprovider",
-    ]
+    command = [sys.executable, "-m", "pytest", __file__, "-q", "-rA", "-m", "not slow", "-p", "no:cacheprovider"]
     environment = {**os.environ, WITHOUT_DEEPSPEED: "1"}
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:]

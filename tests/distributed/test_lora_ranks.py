@@ -47,11 +47,7 @@ LAYOUTS = {
 }
 
 
-def layout(name: str) -> Any:
-    return pytest.param(name, marks=[] if name == "fsdp2" else [pytest.mark.slow])
-
-
-@pytest.mark.parametrize("name", map(layout, LAYOUTS))
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "fsdp2")) for name in LAYOUTS])
 def test_two_processes_train_the_same_lora(alone: Project, name: str) -> None:
     """From one process's checkpoint at step 2 to the end; rank 3 cannot be split evenly."""
     flags = ["--deepspeed"] if name.startswith("deepspeed") else []

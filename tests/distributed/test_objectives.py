@@ -38,14 +38,10 @@ def saved(project: Project, run: str, step: int = STEPS) -> Path:
 def trained(raw_project: Project, tmp_path_factory: pytest.TempPathFactory) -> Project:
     project = raw_project.copy(tmp_path_factory.mktemp("trained") / "project")
     project.build_cache()
-    for world in (1, 2, 1):
-        own = [job(project, layout) for layout in READS if layout.world_size == world]
-        resumed = [
-            job(project, layout, READS[layout]) for layout in READS if layout.world_size == world and READS[layout]
-        ]
-        has_run = saved(project, ONE.name).is_dir()
-        jobs = {1: resumed if has_run else own, 2: own + resumed}
-        launch(jobs[world], tmp_path_factory.mktemp("jobs"))
+    own = [job(project, layout) for layout in READS]
+    resumed = [job(project, layout, source) for layout, source in READS.items() if source]
+    for world, jobs in ((1, own), (2, own + resumed), (1, resumed)):
+        launch([each for each in jobs if each.layout.world_size == world], tmp_path_factory.mktemp("jobs"))
     return project
 
 

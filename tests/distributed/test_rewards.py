@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from sd3_light.checkpoint.reading import open_checkpoint
-from tests.distributed.layouts import DDP, FSDP2, HAS_DEEPSPEED, ONE, ZERO1, ZERO2, Job, Layout, launch, saved
+from tests.distributed.layouts import DDP, FSDP2, HAS_DEEPSPEED, ONE, ZERO1, ZERO2, Runs, launch_runs, saved
 from tests.project import Project
-from tests.unit.train.test_train_preferences import write_start
+from tests.unit.train.test_train_preferences import start_from_weights
 from tests.unit.train.test_train_rewards import PROMPTS, REWARD
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -14,41 +14,33 @@ STEPS, SAVED = 5, 2
 KEYS = (f"max_steps={STEPS}", "checkpoint_every_n_steps=1", "reward.kl=0.1", "gradient_clipping=0.5")
 ODD = ("reward.prompts_per_draw=3", "reward.images_per_prompt=3")
 """Nine images: two processes draw them in three batches of four, of which one has images of the first too."""
-RUNS: dict[str, tuple[Layout, str | None]] = {
-    "one": (ONE, None),
-    "odd-one": (ONE, None),
-    "ddp": (DDP, None),
-    "odd-ddp": (DDP, None),
-    "fsdp2": (FSDP2, None),
-    "ddp-from-one": (DDP, "one"),
+RUNS: Runs = {
+    "one": (ONE, KEYS, None),
+    "odd-one": (ONE, (*KEYS, *ODD), None),
+    "ddp": (DDP, KEYS, None),
+    "odd-ddp": (DDP, (*KEYS, *ODD), None),
+    "fsdp2": (FSDP2, KEYS, None),
+    "ddp-from-one": (DDP, KEYS, "one"),
 }
 if HAS_DEEPSPEED:
-    RUNS |= {"zero1": (ZERO1.accumulating(1), None), "zero2-from-one": (ZERO2, "one")}
-"""Name of a run -> its layout, and the run whose checkpoint it resumes, inside a window of three steps."""
+    RUNS = {**RUNS, "zero1": (ZERO1.accumulating(1), KEYS, None), "zero2-from-one": (ZERO2, KEYS, "one")}
+"""Those that resume begin inside a window of three steps."""
 
 
 @pytest.fixture(scope="module")
 def trained(raw_project: Project, tmp_path_factory: pytest.TempPathFactory) -> Project:
-    project = raw_project.copy(tmp_path_factory.mktemp("trained") / "project")
+    project = start_from_weights(raw_project, tmp_path_factory.mktemp("trained"))
     (project.folder / "prompts.txt").write_text("\n".join(PROMPTS), encoding="utf-8")
-    text = project.train_toml.read_text().replace('init = "random"', 'init = "start"')
     scored = REWARD.replace('"python"', '"tests.distributed.scores:redness"').replace(
         "per_prompt = 3", "per_prompt = 8"
     )
-    project.train_toml.write_text(text + scored)
-    write_start(project)
+    project.train_toml.write_text(project.train_toml.read_text() + scored)
     project.build_cache()
-    jobs: dict[int, list[Job]] = {1: [], 2: []}
-    for name, (layout, source) in RUNS.items():
-        checkpoint = None if source is None else str(saved(project, source, SAVED))
-        keys = (*KEYS, *ODD) if "odd" in name else KEYS
-        jobs[layout.world_size].append(Job(str(project.train_toml), name, layout, keys, checkpoint))
-    for world in (1, 2):
-        launch(jobs[world], tmp_path_factory.mktemp("jobs"))
+    launch_runs(project, RUNS, SAVED, tmp_path_factory.mktemp("jobs"))
     return project
 
 
-@pytest.mark.parametrize("run", [name for name, (layout, _) in RUNS.items() if layout is not ONE])
+@pytest.mark.parametrize("run", [name for name, (layout, *_) in RUNS.items() if layout is not ONE])
 def test_every_layout_draws_and_trains_alike(trained: Project, run: str) -> None:
     one = "odd-one" if "odd" in run else "one"
     expected = {event["step"]: event for event in trained.events("step", one)}

@@ -10,7 +10,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
-from torch import Tensor
 
 from sd3_light.config.faults import RESUMABLE
 from sd3_light.runlog import read_log
@@ -20,16 +19,12 @@ from tests.unit.tasks.test_custom_forward import Own
 from tests.unit.tasks.toy import Images, Toy
 
 ROOT = Path(__file__).parents[2]
+TOY = ROOT / "tests" / "unit" / "tasks" / "toy.py"
 
 
 def numbers(out: Path) -> list[float]:
     events = [event for event in read_log(out / "log.jsonl") if event["event"] == "step"]
     return [number for event in events for number in (event["loss"], event["grad_norm"])]
-
-
-def start_two(out: Path, stage: str) -> subprocess.CompletedProcess[str]:
-    """Run `toy.py` on two processes."""
-    return start(ROOT / "tests" / "unit" / "tasks" / "toy.py", out, stage, processes=2)
 
 
 def start(script: Path, out: Path, option: str, processes: int) -> subprocess.CompletedProcess[str]:
@@ -49,7 +44,7 @@ def test_two_processes_equal_one(tmp_path: Path, stage: str) -> None:
     launch_training_task(
         Accelerator(cpu=True), Images(), Toy(), ModelLogger(tmp_path / "one"), 1e-2, num_workers=0, **settings
     )
-    done = start_two(tmp_path / "two", stage)
+    done = start(TOY, tmp_path / "two", stage, processes=2)
     assert done.returncode == 0, done.stderr
     assert numbers(tmp_path / "two") == pytest.approx(numbers(tmp_path / "one"), rel=1e-5)
     one, two = (load_file(tmp_path / name / "step-4.safetensors") for name in ("one", "two"))
@@ -71,7 +66,7 @@ def test_two_processes_equal_one(tmp_path: Path, stage: str) -> None:
 
 def test_two_processes_finish_again_and_stop_together(tmp_path: Path) -> None:
     """The file of a finished task is written again; a signal to the second process ends both, with exit code 75."""
-    done = start_two(tmp_path, "stop")
+    done = start(TOY, tmp_path, "stop", processes=2)
     assert load_file(tmp_path / "finished" / "step-2.safetensors")
     wrote = sorted(line for line in done.stdout.splitlines() if line.startswith("wrote"))
     assert wrote == 2 * ["wrote ['step-2']"] + 2 * ["wrote []"], "one process writes"
@@ -92,10 +87,8 @@ def test_custom_forwards_train_by_deepspeed(tmp_path: Path, processes: int) -> N
     script = ROOT / "tests" / "distributed" / "custom_forward_script.py"
     done = start(script, tmp_path, str(4 // processes), processes)
     assert "no gradient reached pipe.dit.weight" in done.stderr, done.stderr
-    launch_training_task(
-        None, Images(), Own(), ModelLogger(tmp_path / "torch"), batch_size=4, engine="torch", **SETTINGS
-    )
-
+    alone = {**SETTINGS, "batch_size": 4, "engine": "torch"}
+    launch_training_task(None, Images(), Own(), ModelLogger(tmp_path / "torch"), **alone)
     several = {**SETTINGS, **AVERAGES, "batch_size": 4, "engine": "torch"}
     launch_training_task(None, Images(), Own(), ModelLogger(tmp_path / "torch-averages"), **several)
 
@@ -108,7 +101,7 @@ def test_custom_forwards_train_by_deepspeed(tmp_path: Path, processes: int) -> N
         assert found.keys() - reference.keys() == ({(3, "ema")} if name == "broken" else set()), "where it stopped"
         assert {step: found[step] for step in reference} == pytest.approx(reference, rel=tolerance)
         saved = load_file(out / "step-5.safetensors")
-        assert all(torch.allclose(saved[key], saved_by_torch(expected, key), atol=tolerance) for key in saved)
+        assert all(torch.allclose(saved[key], expected[key.removeprefix("inner.")], atol=tolerance) for key in saved)
         assert len(saved) == len(expected)
         parts = list((out / "checkpoints" / "step-00000005").glob("rank-*.safetensors"))
         assert len(parts) == processes, "each process writes its part"
@@ -120,10 +113,6 @@ def test_custom_forwards_train_by_deepspeed(tmp_path: Path, processes: int) -> N
         ours, reference = (load_file(tmp_path / out / f"{name}.safetensors") for out in ("averages", "torch-averages"))
         assert all(torch.allclose(ours[key], reference[key], atol=1e-5) for key in reference)
     assert (tmp_path / "averages" / "samples" / "step-00000005.png").is_file()
-
-
-def saved_by_torch(expected: dict[str, Tensor], key: str) -> Tensor:
-    return expected[key.removeprefix("inner.")]
 
 
 def validations(out: Path) -> dict[tuple[int, str], float]:

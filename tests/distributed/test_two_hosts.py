@@ -15,6 +15,7 @@ from tests.distributed.hosts import ADDRESSES, UNUSED_ADDRESS, Hosts, Job, why_u
 from tests.project import Project
 from tests.warm import REAL_PYTHON
 
+pytestmark = pytest.mark.usefixtures("unproven")
 ROOT = Path(__file__).parents[2]
 PORT = 29541
 ENDLESS = {"max_steps": 1_000_000, "checkpoint_every_n_steps": 3, "micro_batch_size_per_gpu": 2}
@@ -89,21 +90,19 @@ def shards(project: Project) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (project.cache / "shards").glob("*.safetensors")}
 
 
-def single_process_curve(project: Project, steps: int) -> list[float]:
-    """Train the same steps in this process and return the curve."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
-        project.train('output_dir="alone"', f"max_steps={steps}", "checkpoint_every_n_steps=1000")
-    return curve(project, "alone")
+def require_curve(project: Project, steps: int) -> None:
+    """Train the same steps in this process, and compare the run with their curve."""
+    project.train('output_dir="alone"', f"max_steps={steps}", "checkpoint_every_n_steps=1000")
+    assert curve(project, "run")[: 2 * steps] == pytest.approx(curve(project, "alone"), rel=1e-5)
 
 
-def resume_here(project: Project, step: int) -> int:
-    """Resume the run in this process from its newest checkpoint up to ``step``; return the checkpoint's step."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
-        project.train(f"max_steps={step}", resume=Resume())
-    resumed_at: int = project.events("resume")[-1]["step"]
-    return resumed_at
+def require_resumed(project: Project, more: int, compared: bool = True) -> None:
+    """Resume the run in this process from its newest checkpoint, and compare it up to some steps later."""
+    newest = newest_checkpoint(project)
+    project.train(f"max_steps={newest + more}", resume=Resume())
+    assert project.events("resume")[-1]["step"] == newest
+    if compared:
+        require_curve(project, newest + more)
 
 
 def newest_checkpoint(project: Project) -> int:
@@ -122,9 +121,7 @@ def test_two_hosts_cache_and_train_till_one_dies(hosts: Hosts, fresh_project: Pr
     assert first.end() != 0, "a closed connection is noticed at once, not after dist_timeout_sec"
     assert re.search(r"Connection (closed|reset) by peer", lost_reason(first))
     assert project.events("stop")[-1]["reason"].startswith("alpha lost another process")
-    newest = newest_checkpoint(project)
-    assert resume_here(project, newest + 2) == newest
-    assert curve(project, "run")[: 2 * newest + 4] == pytest.approx(single_process_curve(project, newest + 2), rel=1e-5)
+    require_resumed(project, 2)
 
 
 @pytest.mark.slow
@@ -139,7 +136,7 @@ def test_two_hosts_resume_after_one_died(hosts: Hosts, project: Project) -> None
     finish(on_both(hosts, project, *flags, port=PORT + 1, **{**ENDLESS, "max_steps": newest + 4}))
     (resumed,) = project.events("resume")
     assert (resumed["step"], resumed["world"]) == (newest, 2)
-    assert curve(project, "run")[: 2 * newest + 8] == pytest.approx(single_process_curve(project, newest + 4), rel=1e-5)
+    require_curve(project, newest + 4)
 
 
 @pytest.mark.slow
@@ -148,7 +145,7 @@ def test_two_hosts_train_like_one_process(hosts: Hosts, project: Project, parall
     finish(on_both(hosts, project, micro_batch_size_per_gpu=2, parallel=f'"{parallel}"', max_steps=13))
     (start,) = project.events("start")
     assert (start["world"], start["engine"]) == (2, f"torch {parallel}")
-    assert curve(project, "run") == pytest.approx(single_process_curve(project, 13), rel=1e-5)
+    require_curve(project, 13)
 
 
 @pytest.mark.slow
@@ -159,9 +156,7 @@ def test_the_first_host_dies(hosts: Hosts, project: Project) -> None:
     first.kill()
     assert second.end() != 0
     lost_reason(second)
-    newest = newest_checkpoint(project)
-    assert resume_here(project, newest + 3) == newest
-    assert curve(project, "run")[: 2 * newest + 6] == pytest.approx(single_process_curve(project, newest + 3), rel=1e-5)
+    require_resumed(project, 3)
 
 
 @pytest.mark.slow
@@ -178,8 +173,7 @@ def test_a_cut_cable_stops_both_hosts_within_the_timeout(hosts: Hosts, project: 
         assert job.end() != 0
         assert_timed_out(job, timeout_sec)
     assert time.monotonic() - cut_at > timeout_sec - 2, "the timeout ended them"
-    newest = newest_checkpoint(project)
-    assert resume_here(project, newest + 2) == newest
+    require_resumed(project, 2, compared=False)
 
 
 BLOCKED_SAVE = """
@@ -223,12 +217,8 @@ def test_a_cable_cut_during_the_last_save_is_noticed(hosts: Hosts, project: Proj
 @pytest.mark.slow
 def test_torchrun_stops_at_its_timeout(hosts: Hosts, project: Project) -> None:
     """With an unused address; the launcher's own error names address and port."""
-    jobs = [
-        hosts.start(
-            node, [*torchrun(node, UNUSED_ADDRESS, timeout=8), *training(project, **ENDLESS)], GLOO_SOCKET_IFNAME="eth0"
-        )
-        for node in (0, 1)
-    ]
+    launchers = [torchrun(node, UNUSED_ADDRESS, timeout=8) for node in (0, 1)]
+    jobs = [hosts.start(node, [*launchers[node], *training(project, **ENDLESS)]) for node in (0, 1)]
     for job in jobs:
         assert job.end() != 0
         assert f"({UNUSED_ADDRESS}, {PORT})" in job.text.splitlines()[-1]
@@ -263,12 +253,9 @@ def test_our_rendezvous_times_out_and_names_the_address(hosts: Hosts, project: P
 @pytest.mark.parametrize("device", ["eth9", "lo"])
 def test_a_wrong_network_device_is_reported(hosts: Hosts, project: Project, device: str) -> None:
     """A missing device, and one without a route."""
-    jobs = [
-        hosts.start(
-            node, plain(project, dist_timeout_sec=10), **variables(node, ADDRESSES[0]), GLOO_SOCKET_IFNAME=device
-        )
-        for node in (0, 1)
-    ]
+    command = plain(project, dist_timeout_sec=10)
+    own = [{**variables(node, ADDRESSES[0]), "GLOO_SOCKET_IFNAME": device} for node in (0, 1)]
+    jobs = [hosts.start(node, command, **own[node]) for node in (0, 1)]
     exit_codes = [job.end() for job in jobs]
     assert 2 in exit_codes
     assert 0 not in exit_codes
@@ -303,7 +290,7 @@ def test_the_deepspeed_launcher_trains_on_two_hosts(hosts: Hosts, project: Proje
     exit_codes = [job.end() for job in jobs]
     assert exit_codes == [0, 0], jobs[0].text
     assert project.events("start")[0]["world"] == 2
-    assert curve(project, "run") == pytest.approx(single_process_curve(project, 8), rel=1e-5)
+    require_curve(project, 8)
 
 
 @pytest.mark.slow
@@ -323,6 +310,4 @@ def test_the_deepspeed_engine_loses_a_host(hosts: Hosts, project: Project, stage
     for job in jobs:
         assert job.end() != 0
         lost_reason(job)
-    newest = newest_checkpoint(project)
-    assert resume_here(project, newest + 2) == newest
-    assert curve(project, "run")[: 2 * newest + 4] == pytest.approx(single_process_curve(project, newest + 2), rel=1e-5)
+    require_resumed(project, 2)

@@ -174,28 +174,18 @@ def test_deep_values_of_set_are_faults(raw_project: Project, value: str) -> None
     assert "error: " in refused("check", raw_project.train_toml, "--set", f"seed={value}")
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("model.num_layers", "1000000000"),
-        ("model.shift", "1e30"),
-        ("model.shift", "1e-30"),
-        ("model.sigmoid_scale", "1e30"),
-        ("adapter.rank", "1000000000000"),
-    ],
-)
-def test_numbers_without_sense_are_out_of_range(raw_project: Project, key: str, value: str) -> None:
-    message = refused("check", raw_project.train_toml, "--set", f"{key}={value}")
-    assert f"{key}: out of range" in message
+def test_numbers_without_sense_are_out_of_range(raw_project: Project) -> None:
+    numbers = {"model.num_layers": 10**9, "model.sigmoid_scale": 1e30, "adapter.rank": 10**12}
+    for key, value in (*numbers.items(), ("model.shift", 1e30), ("model.shift", 1e-30)):
+        assert f"{key}: out of range" in refused("check", raw_project.train_toml, "--set", f"{key}={value}")
 
 
 @pytest.mark.parametrize(
     "protocol", ["nothing", "dask", "reference", "jupyter", "dir", "filecache", "zip", "blockcache"]
 )
 def test_a_protocol_that_cannot_be_used_is_a_fault(raw_project: Project, protocol: str) -> None:
-    assert f"{protocol}://folder/x" in refused(
-        "check", raw_project.train_toml, "--set", f"cache_dir={protocol}://folder/x"
-    )
+    url = f"{protocol}://folder/x"
+    assert url in refused("check", raw_project.train_toml, "--set", f"cache_dir={url}")
 
 
 # --- model folders -----------------------------------------------------------------------------
@@ -408,14 +398,6 @@ def test_a_manifest_of_wrong_types_is_damaged(project: Project) -> None:
         path.write_text(json.dumps(manifest))
         assert str(path) in refused("inspect", project.cache)
     assert str(path) in refused("inspect", project.cache, "--out", project.folder / "page.html")
-
-
-@pytest.mark.parametrize(
-    "text", [DEEP, DEEP_OBJECT, "[]", "5", "", '{"format": 2, "shards": ' + "9" * 6000 + "}"], ids=range(6)
-)
-def test_a_manifest_that_is_none_is_damaged(project: Project, text: str) -> None:
-    (project.cache / "manifest.json").write_text(text)
-    assert str(project.cache / "manifest.json") in refused("inspect", project.cache)
     refused("train", project.train_toml, "--trust_cache")
 
 

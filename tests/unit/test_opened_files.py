@@ -36,7 +36,7 @@ ALLOWED = {
     "files that the same process, or its child, has just written, or that are private to it": [
         *("data/verify.py:_marked", "data/verify.py:_locked", "export/proof.py:run_clean_process", "files.py:_sync"),
         *("export/trained_file.py:write_trained", "export/trained_file.py:write_weights"),
-        *("cache/sorted_array.py:_sort", "cache/build_folder.py:_upload", "ui/playground_routes.py:image"),
+        *("cache/build_folder.py:_upload", "ui/playground_routes.py:image"),
     ],
     "another process, for a folder that this package wrote and a base that it has opened before": [
         "export/proof_process.py:*"

@@ -106,11 +106,13 @@ def test_an_unnoticed_end_is_raised(loaded: Any, script: Any, capsys: Any, body:
     assert ("pretrain: continue with: COMMAND" in capsys.readouterr().err) == (kind is Stopped)
 
 
-@pytest.mark.parametrize("stop", [KeyboardInterrupt, Stopped])
-def test_an_interrupted_block_stops_training(loaded: Any, script: Any, capsys: Any, stop: type[BaseException]) -> None:
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, Stopped, UserError])
+def test_an_interrupted_or_failed_block_stops_training(
+    loaded: Any, script: Any, capsys: Any, stop: type[BaseException]
+) -> None:
     script(TRAINING)
-    with pytest.raises(stop), train_beside(loaded, [], "pretrain"):
-        raise_once_training(stop())
+    with pytest.raises(stop, match="of the block"), train_beside(loaded, [], "pretrain"):
+        raise_once_training(stop("an error of the block"))
     assert not process_exists(training_pid())
     shown = capsys.readouterr().err
     assert "pretrain: stopped: SIGTERM at step 40 of 60\npretrain: continue with: COMMAND\n" in shown
@@ -124,13 +126,6 @@ def test_sigterm_stops_both(loaded: Any, script: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM if training_pid() else 0)
     assert not process_exists(training_pid())
     assert signal.getsignal(signal.SIGTERM) is handler
-
-
-def test_a_block_that_fails_stops_training(loaded: Any, script: Any) -> None:
-    script(TRAINING)
-    with pytest.raises(UserError, match="of the block"), train_beside(loaded, [], "pretrain"):
-        raise_once_training(UserError("an error of the block"))
-    assert not process_exists(training_pid())
 
 
 def test_the_error_of_a_block_is_kept_if_training_fails_while_it_stops(loaded: Any, script: Any, capsys: Any) -> None:

@@ -85,14 +85,8 @@ def shift(entries, by: int) -> None:  # type: ignore[no-untyped-def]
         (lambda data: data.replace(b'"shape":[3,5]', b'"shape":[3,6]', 1), r"has \d+ bytes, but its shape needs \d+"),
         (lambda data: data.replace(b'"dtype":"F64"', b'"dtype":"F63"', 1), "tensors of type F63"),
         (lambda data: with_header(data, lambda entries: entries.update(__metadata__=5)), "not a table of strings"),
-        (
-            lambda data: with_header(data, lambda entries: shift(entries, 8)),
-            "does not start where the previous tensor ends",
-        ),
-        (
-            lambda data: with_header(data, lambda entries: shift(entries, -8)),
-            "does not start where the previous tensor ends",
-        ),
+        (lambda data: with_header(data, lambda entries: shift(entries, 8)), "does not start where the previous"),
+        (lambda data: with_header(data, lambda entries: shift(entries, -8)), "does not start where the previous"),
     ],
 )
 def test_a_damaged_file_is_refused_with_the_reason(file: Path, damage, reason: str) -> None:  # type: ignore[no-untyped-def]

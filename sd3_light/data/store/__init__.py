@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Protocol, TypeVar
+from typing import BinaryIO, TypeVar
 
 import numpy as np
 
@@ -25,27 +25,7 @@ OnHashed = Callable[[ShardEntry, os.stat_result], None]
 """Receives the status of a file when its bytes have been compared with the entry's hash."""
 
 
-class ShardStore(Protocol):
-    """The shards of one cache. Can be sent to worker processes, forked or spawned."""
-
-    manifest: Manifest
-    keeps_times: bool
-    """Whether reading leaves the modification times of the files unchanged."""
-    prefetch_threads: int
-    """Shards to prefetch at a time."""
-    prefetches_early: bool
-    """Whether the shards of the next windows may be prefetched before those of the current step are open."""
-    on_hashed: OnHashed | None
-    """Called for every download, before other processes can see its file."""
-
-    def path(self, entry: ShardEntry) -> Path:
-        """Return a local file of the shard. It may be removed before it is opened: use `open_shard`."""
-
-    def prefetch(self, entry: ShardEntry) -> Path | None:
-        """Return the file like `path`; None if another process or thread is fetching it."""
-
-
-def open_shard(store: ShardStore, entry: ShardEntry, reader: Callable[[Path], _Opened]) -> _Opened:
+def open_shard(store: "ShardStore", entry: ShardEntry, reader: Callable[[Path], _Opened]) -> _Opened:
     """Return ``reader(path)`` of a shard; retry if it raises FileNotFoundError because the file was just evicted."""
     for _ in range(_OPEN_TRIES):
         try:
@@ -59,8 +39,11 @@ class LocalStore:
     """A local cache folder."""
 
     keeps_times = True
+    """Whether reading leaves the modification times of the files unchanged."""
     prefetch_threads = 1
+    """Shards to prefetch at a time."""
     prefetches_early = False
+    """Whether the shards of the next windows may be prefetched before those of the current step are open."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -101,7 +84,7 @@ class RemoteStore:
         self.disk = DiskCache(folder, limit_bytes)
 
     def path(self, entry: ShardEntry) -> Path:
-        """Return the shard in the local folder, fetched if necessary."""
+        """Return the shard in the local folder, fetched if necessary; it may be removed before it is opened."""
         return self.disk.path(entry.sha256, entry.bytes, partial(self._download, entry))
 
     def prefetch(self, entry: ShardEntry) -> Path | None:
@@ -112,6 +95,10 @@ class RemoteStore:
         download(f"{self.url}/{SHARDS}/{entry.file}", entry, file)
         if self.on_hashed is not None:
             self.on_hashed(entry, os.fstat(file.fileno()))
+
+
+ShardStore = LocalStore | RemoteStore
+"""The shards of one cache. Can be sent to worker processes, forked or spawned."""
 
 
 def open_store(location: CacheLocation, folder: Path | None, limit_bytes: int, window: int = 1) -> ShardStore:

@@ -175,17 +175,16 @@ class SD3Files(Files):
         t5 = text.get("t5_max_length", 256)
         uncond = text.get("uncond_text", "empty")
         policy = f"{tokens} tokens, T5 length {t5}, unconditional input: {uncond}"
+        words = "zeros" if uncond == "zero" else "the empty prompt"
         if count := text.get("references"):
-            note = _REFERENCE_NOTE.format(count=count, uncond="zeros" if uncond == "zero" else "the empty prompt")
+            note = _REFERENCE_NOTE.format(count=count, uncond=words)
             code = _CUSTOM.replace(_ADAPTER_CALL, _REFERENCE_CALL)
             return CardTexts(denoiser, policy, code, note, "diffusers with `pipeline.py`", _REFERENCE_ADAPTER_CALL)
         if tokens == "real":
-            note = _REAL_NOTE.format(uncond="zeros" if uncond == "zero" else "the empty prompt")
+            note = _REAL_NOTE.format(uncond=words)
             return CardTexts(denoiser, policy, _CUSTOM, note, "diffusers with `pipeline.py`", _ADAPTER_CALL)
-        code = _STOCK + (_ZERO_CALL if uncond == "zero" else _STOCK_CALL).format(t5=t5)
-        return CardTexts(
-            denoiser, policy, code, _ZERO_NOTE if uncond == "zero" else "", "stock diffusers", _ADAPTER_CALL
-        )
+        call, note = (_ZERO_CALL, _ZERO_NOTE) if uncond == "zero" else (_STOCK_CALL, "")
+        return CardTexts(denoiser, policy, _STOCK + call.format(t5=t5), note, "stock diffusers", _ADAPTER_CALL)
 
 
 def _draws(config: Mapping[str, Any]) -> tuple[Tensor, ...]:

@@ -136,20 +136,21 @@ class StockFiles(Files):
         policy = ", ".join(f"{key} = {value}" for key, value in text.items()) or "as in the stock pipeline"
         call = self._call(text)
         code = _CODE.format(pipeline=self._family.pipeline, drawn=call)
-        known = inspect.signature(getattr(diffusers, self._family.pipeline).__call__).parameters
+        known = self._call_parameters()
         # Flux's negative prompts have one too, which is 1 by default
         is_true = "true_cfg_scale" in known and known["true_cfg_scale"].default > 1
         guidance = "true_cfg_scale" if is_true else "guidance_scale"
         return CardTexts(blocks, policy, code, "", "stock diffusers", call, guidance)
 
+    def _call_parameters(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(getattr(diffusers, self._family.pipeline).__call__).parameters
+
     def _call(self, text: Mapping[str, Any]) -> str:
         """Return how an image or a clip is drawn with text of the length of training."""
-        pipeline = self._family.pipeline
-        known = inspect.signature(getattr(diffusers, pipeline).__call__).parameters
         if self._family.texts_see_references:  # which have no length of their own
             image = _IMAGE if self._family.references == 1 else f"[{_IMAGE}]"
             return f"from diffusers.utils import load_image\n\n{_DRAWN['image'] % f'image={image}, '}"
-        length = text.get("text_max_length") if "max_sequence_length" in known else None
+        length = text.get("text_max_length") if "max_sequence_length" in self._call_parameters() else None
         options = "" if length is None else f"max_sequence_length={length}, "
         return _DRAWN[self._family.media] % options
 

@@ -29,6 +29,7 @@ from sd3_light.tensor_file import StoredTensor, read_tensor_file
 # Han and kana are written without spaces: each such character counts as a word
 _NO_SPACES = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 _WORD = re.compile(rf"[{_NO_SPACES}]|[^\W{_NO_SPACES}]+(?:['’-][^\W{_NO_SPACES}]+)*")
+_LEAST_SHARE = 0.005  # of a kind of content that is named
 _CONTENT_KINDS = {"image": "images", MASK: "masks", CAPTION: "text"}
 
 
@@ -71,11 +72,11 @@ class ShardStats:
                 names.setdefault(tuple(sorted(counts.items())), []).append(name)
         return {", ".join(columns): Counter(dict(counts)) for counts, columns in names.items()}
 
-    def byte_shares(self, least: float = 0.005) -> str:
+    def byte_shares(self) -> str:
         """Return the share of each kind of content, the largest first: `images 96%, text 3%`."""
         total = max(1, self.bytes_by_kind.total())
         shares = ((name, size / total) for name, size in self.bytes_by_kind.most_common())
-        return ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= least)
+        return ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= _LEAST_SHARE)
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,14 @@
 """What the cache of a project holds, and changes of its samples."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
-from sd3_light.data.manifest import MANIFEST, SHARDS, Manifest
+from sd3_light.data.manifest import MANIFEST, SHARDS, Manifest, ShardEntry
+from sd3_light.data.reader import ShardReader
 from sd3_light.data.shards import read_origins
 from tests.project import Project
 
@@ -32,6 +33,12 @@ def shard_of(project: Project, name: str) -> Path:
         if any(origin.key.endswith(f"/{name}") for origin in read_origins(path))
     )
     return path
+
+
+def readers(project: Project) -> Iterator[tuple[ShardEntry, ShardReader]]:
+    """Yield each shard of the manifest, open."""
+    for entry in Manifest.load(project.cache).shards:
+        yield entry, ShardReader(project.cache / SHARDS / entry.file, entry)
 
 
 def damage(path: Path) -> None:

@@ -15,7 +15,7 @@ def shard(number: int) -> PlannedShard:
     return PlannedShard(number, f"{number}.safetensors", "a#0", Bucket(64, 64), (64, 64), False, "", 1)
 
 
-UNITS = [shard(number) for number in range(30)]
+SHARDS = [shard(number) for number in range(30)]
 
 
 class FakeWorkers:
@@ -67,19 +67,19 @@ class FakeWorkers:
 
 def test_every_shard_is_built_once_and_few_are_spread_over_all_workers() -> None:
     workers = FakeWorkers(3)
-    assert dispatch(UNITS, workers) == {}
+    assert dispatch(SHARDS, workers) == {}
     assert sorted(workers.built) == list(range(30))
     assert set(workers.tries.values()) == {1}
     assert workers.most == {0: DEPTH, 1: DEPTH, 2: DEPTH}
     workers = FakeWorkers(3)
-    dispatch(UNITS[:3], workers)
+    dispatch(SHARDS[:3], workers)
     assert workers.most == {0: 1, 1: 1, 2: 1}
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_only_the_poison_shards_fail(count: int) -> None:
     workers = FakeWorkers(count, poison=[3, 17])
-    failed = dispatch(UNITS, workers)
+    failed = dispatch(SHARDS, workers)
     assert {shard.number: cause for shard, cause in failed.items()} == dict.fromkeys((3, 17), "the process was lost")
     assert sorted(workers.built) == [number for number in range(30) if number not in (3, 17)]
     assert workers.tries[3] == workers.tries[17] == 1 + TRIES
@@ -117,4 +117,4 @@ def test_many_failures_in_a_row_and_a_user_error_stop_the_run() -> None:
             raise UserError("the store is not writable")
 
     with pytest.raises(UserError, match="the store is not writable"):
-        dispatch(UNITS, Refusing(2))
+        dispatch(SHARDS, Refusing(2))

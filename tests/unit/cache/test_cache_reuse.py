@@ -15,6 +15,8 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.feather as feather
 import pytest
 import torch
 from numpy.typing import NDArray
@@ -29,12 +31,19 @@ from sd3_light.core.columns import MASK, SMALLEST, Bucket, Column
 from sd3_light.core.encoding import Encoding
 from sd3_light.core.registry import family_of
 from sd3_light.data.manifest import SHARDS, Manifest, damaged_mark
-from sd3_light.data.reader import ShardReader
 from sd3_light.data.shards import read_origins
 from sd3_light.families.sd3.encoding import SD3Encoding
 from tests import fake_ray
 from tests.project import Project
-from tests.unit.cache.samples import captions_of, change_caption, change_image, damage, shard_of, write_captions
+from tests.unit.cache.samples import (
+    captions_of,
+    change_caption,
+    change_image,
+    damage,
+    readers,
+    shard_of,
+    write_captions,
+)
 from tests.unit.cache.test_cache_builders import build, join, start
 
 NUM_IMAGES = 40
@@ -188,10 +197,8 @@ def shards(project: Project) -> dict[str, bytes]:
 def values_of(project: Project, image: str = "moments") -> dict[tuple[str, str], dict[str, Any]]:
     """Return the values of each sample by bucket and file name: its image, and each caption's."""
     values: dict[tuple[str, str], dict[str, Any]] = {}
-    for entry in Manifest.load(project.cache).shards:
-        path = project.cache / SHARDS / entry.file
-        reader = ShardReader(path, entry)
-        for row, origin in enumerate(read_origins(path)):
+    for entry, reader in readers(project):
+        for row, origin in enumerate(read_origins(reader.path)):
             sample = {image: reader.value(image, row).tolist()}
             if reader.mask is not None:
                 sample["mask"] = reader.value("mask", row).tolist()
@@ -297,25 +304,24 @@ def test_another_text_length_and_a_new_caption(project: Project, log: Path) -> N
     assert {tuple(line["columns"]) for line in known} == {("t5",)}
 
 
-def test_another_compute_dtype_encodes_no_image(project: Project, log: Path) -> None:
-    _, calls = update(project, log, 'model.dtype="bfloat16"')
-    assert (calls.images, len(calls.columns)) == (0, 5)
-
-
 @pytest.mark.parametrize(
     ("part", "columns"),
     [
         ("vae", set()),
         ("text_encoder_2", {"clip_g", "clip_g.pooled"}),
         ("tokenizer", {"clip_l", "clip_g", "clip_l.pooled", "clip_g.pooled"}),
+        ("dtype", {"clip_l", "clip_g", "t5", "clip_l.pooled", "clip_g.pooled"}),
     ],
 )
-def test_another_part_encodes_the_columns_that_it_decides(
+def test_another_part_or_dtype_encodes_the_columns_that_it_decides(
     project: Project, log: Path, tmp_path: Path, part: str, columns: set[str]
 ) -> None:
-    model = Path(shutil.copytree(project.model, tmp_path / "other"))
-    (model / part / "changed.json").write_text("{}")
-    _, calls = update(project, log, f'model.diffusers_path="{model}"')
+    override = 'model.dtype="bfloat16"'
+    if part != "dtype":
+        model = Path(shutil.copytree(project.model, tmp_path / "other"))
+        (model / part / "changed.json").write_text("{}")
+        override = f'model.diffusers_path="{model}"'
+    _, calls = update(project, log, override)
     assert (calls.images, calls.columns) == (NUM_IMAGES if part == "vae" else 0, columns)
 
 
@@ -418,13 +424,11 @@ def test_each_image_of_a_pair_is_encoded_for_itself(fresh_project: Project, log:
 
 
 def rejected_of(project: Project) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for entry in Manifest.load(project.cache).shards:
-        path = project.cache / SHARDS / entry.file
-        reader = ShardReader(path, entry)
-        for row, origin in enumerate(read_origins(path)):
-            values[origin.key.rsplit("/", 1)[1]] = reader.value("moments.rejected", row).tolist()
-    return values
+    return {
+        origin.key.rsplit("/", 1)[1]: reader.value("moments.rejected", row).tolist()
+        for _, reader in readers(project)
+        for row, origin in enumerate(read_origins(reader.path))
+    }
 
 
 # --- the report -----------------------------------------------------------------------------------
@@ -612,29 +616,23 @@ def test_a_damaged_shard_of_the_new_cache_is_marked(project: Project, log: Path)
     assert not damaged_mark(source).exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff" * 100])
-def test_a_shard_with_a_damaged_table_is_not_copied_from(project: Project, log: Path, content: bytes) -> None:
+def of_another_build(path: Path) -> None:
+    """A build that was killed while it replaced a shard leaves its table beside the old shard."""
+    table = feather.read_table(path, memory_map=False)
+    reversed_rows = table.take(pa.array(range(table.num_rows))[::-1]).replace_schema_metadata({"sha256": "0" * 64})
+    feather.write_feather(reversed_rows, str(path), compression="uncompressed")
+
+
+@pytest.mark.parametrize(
+    "spoil", [lambda path: path.write_bytes(b""), lambda path: path.write_bytes(b"\xff" * 100), of_another_build]
+)
+def test_a_shard_with_a_wrong_table_is_not_copied_from(project: Project, log: Path, spoil: Any) -> None:
     old = shard_of(project, "000007.png")
     count = len(read_origins(old))
     change_caption(project)
-    old.with_suffix(".arrow").write_bytes(content)
+    spoil(old.with_suffix(".arrow"))
     _, calls = update(project, log)
     assert calls.images == count
-
-
-def test_a_table_of_another_build_of_the_shard_is_not_used(project: Project, log: Path) -> None:
-    """A build that was killed while it replaced a shard leaves its table beside the old shard."""
-    old = shard_of(project, "000007.png")
-    rows = read_origins(old)
-    import pyarrow as pa
-    import pyarrow.feather as feather
-
-    table = feather.read_table(old.with_suffix(".arrow"), memory_map=False)
-    reversed_rows = table.take(pa.array(range(len(rows)))[::-1]).replace_schema_metadata({"sha256": "0" * 64})
-    feather.write_feather(reversed_rows, str(old.with_suffix(".arrow")), compression="uncompressed")
-    change_caption(project)
-    _, calls = update(project, log)
-    assert calls.images == len(rows)
 
 
 def test_a_repaired_shard_copies_captions_of_others_only(project: Project, log: Path) -> None:
@@ -724,7 +722,7 @@ def test_captions_are_encoded_with_their_images(
         update(cluster, log, "caching_num_workers=0", ray="", ray_actors=2)
     assert shards(several) == shards(cluster) == shards(fresh_project)
     manifest = Manifest.load(fresh_project.cache)
-    reader = ShardReader(fresh_project.cache / SHARDS / manifest.shards[0].file, manifest.shards[0])
+    _, reader = next(readers(fresh_project))
     assert [column.name for column in reader.columns] == ["latents", "features", "words", "score"]
     assert reader.fingerprints == {name: manifest.recipe["columns"][name] for name in reader.fingerprints}
 

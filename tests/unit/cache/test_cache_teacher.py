@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,19 +22,13 @@ from transformers import (
 from sd3_light.cache.reuse import ValueCounts
 from sd3_light.config.faults import UserError
 from sd3_light.core.columns import TEACHER
-from sd3_light.data.manifest import SHARDS, Manifest
-from sd3_light.data.reader import ShardReader
 from sd3_light.encoding.image_encoders import ImageEncoders
 from sd3_light.encoding.teacher import VisionTeacher, projection, quantised, scaled_pixels, spatially_normalised
 from sd3_light.evaluate.feature_model import save_feature_model
 from sd3_light.model.vision import feature_width, vision_settings
 from tests.judge_folders import SIDE, write_clip, write_vision
 from tests.project import Project
-
-
-class NoTokenizer:
-    def save_pretrained(self, folder: Path) -> None:
-        pass
+from tests.unit.cache.samples import readers
 
 
 @pytest.fixture
@@ -48,9 +43,7 @@ def project(fresh_project: Project) -> Project:
 
 def samples(project: Project) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yield the key of each sample, and its columns of images with both variants."""
-    manifest = Manifest.load(project.cache)
-    for entry in manifest.shards:
-        reader = ShardReader(project.cache / SHARDS / entry.file, entry)
+    for entry, reader in readers(project):
         for row in range(entry.count):
             values = {name: reader.value(name, row) for name in ("moments", TEACHER)}
             yield f"{entry.bucket}-{reader.identity(row)}", values
@@ -73,10 +66,8 @@ def test_a_cache_holds_the_features_of_images_and_of_mirrored_ones(project: Proj
     teacher = VisionTeacher(project.folder / "teacher")
     stored = dict(samples(project))
     seen = 0
-    manifest = Manifest.load(project.cache)
-    for entry in manifest.shards:
+    for entry, reader in readers(project):
         width, height = map(int, entry.bucket.split("x"))
-        reader = ShardReader(project.cache / SHARDS / entry.file, entry)
         grid = (height // 16, width // 16)
         (column,) = (column for column in reader.columns if column.name == TEACHER)
         assert column.shape == (16, *grid)
@@ -154,7 +145,7 @@ def test_wide_features_are_projected_and_keep_angles() -> None:
 
 def write_convnext(folder: Path) -> Path:
     config = ConvNextConfig(hidden_sizes=[8, 12, 20, 24], depths=[1, 1, 1, 1], image_size=64)
-    save_feature_model(ConvNextModel(config), NoTokenizer(), 64, folder)
+    save_feature_model(ConvNextModel(config), Mock(), 64, folder)
     return folder
 
 
@@ -163,7 +154,7 @@ def write_registers(folder: Path) -> Path:
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, mlp_ratio=1, image_size=SIDE, patch_size=8,
         num_register_tokens=4,
     )  # fmt: skip
-    save_feature_model(Dinov2WithRegistersModel(config), NoTokenizer(), SIDE, folder)
+    save_feature_model(Dinov2WithRegistersModel(config), Mock(), SIDE, folder)
     return folder
 
 

@@ -12,7 +12,5 @@ def test_progress_counts_steps_samples_skips_and_the_position() -> None:
     assert progress.counts() == {"step": 3, "samples": 20}
     assert Progress(**json.loads(json.dumps(progress.as_dict()))) == progress
     assert Progress(step=7, samples=56, skipped=2, position=0).after(8) == Progress(8, 64, 2, 1), "after a reset"
-
-
-def test_averages_have_separate_kinds() -> None:
+    # averages have separate kinds
     assert [track_kind(name) for name in ("ema", "slow", "power_0.1")] == ["ema", "ema.slow", "ema.power_0.1"]

@@ -32,6 +32,8 @@ def test_long_runs_are_compiled(keys: dict[str, Any]) -> None:
     assert why_uncompiled(config(**keys), Layout(), LONG) is None
     assert why_uncompiled(config(**keys), Layout(world_size=2), LONG) is None
     assert why_uncompiled(config(**keys), Layout(), None) is None, "a run of unknown length"
+    assert why_uncompiled(config(gradient_accumulation_steps=2, **keys), Layout(), LONG // 2) is None
+    assert why_uncompiled(config(compile=True, **keys), Layout(by_deepspeed=True), 1) is None, "a request is met"
 
 
 @pytest.mark.parametrize(
@@ -50,14 +52,6 @@ def test_others_are_not_and_say_why(keys: dict[str, Any], layout: Layout, steps:
     assert words in reason
 
 
-def test_every_micro_batch_of_a_step_counts() -> None:
-    assert why_uncompiled(config(gradient_accumulation_steps=2), Layout(), LONG // 2) is None
-
-
-def test_a_request_is_met_in_any_run() -> None:
-    assert why_uncompiled(config(compile=True), Layout(by_deepspeed=True), 1) is None
-
-
 @pytest.mark.parametrize(
     ("keys", "steps"), [({"max_steps": 7}, 7), ({"epochs": 2}, 10), ({"epochs": 2, "max_steps": 11}, 10)]
 )
@@ -69,18 +63,21 @@ def shaped(is_padded: bool, *steps: int) -> Cost:
     return cast(Cost, SimpleNamespace(text=TextTokens(77, is_padded, "77", steps)))
 
 
-def test_few_shapes_are_compiled_one_by_one_if_each_pays() -> None:
-    def is_compiled_per_shape(train: TrainConfig, cost: Cost, shapes: int, steps: int) -> bool:
-        return compiled_text_step(train, cost, shapes, steps, longest=77) is not None
-
-    train = config()
-    padded, real = shaped(is_padded=True), shaped(is_padded=False)
-    assert is_compiled_per_shape(train, padded, 3, 3 * LONG)
-    assert not is_compiled_per_shape(train, padded, 4, 3 * LONG)
-    assert is_compiled_per_shape(train, padded, MAX_SHAPES, MAX_SHAPES * LONG)
-    assert not is_compiled_per_shape(train, padded, MAX_SHAPES + 1, 100 * LONG)
-    assert is_compiled_per_shape(config(gradient_accumulation_steps=4), padded, 2, LONG // 2)
-    assert not is_compiled_per_shape(train, real, 1, 100 * LONG), "captions have ever new lengths"
+@pytest.mark.parametrize(
+    ("shapes", "steps", "keys", "is_padded", "expected"),
+    [
+        (3, 3 * LONG, {}, True, 77),
+        (4, 3 * LONG, {}, True, None),
+        (MAX_SHAPES, MAX_SHAPES * LONG, {}, True, 77),
+        (MAX_SHAPES + 1, 100 * LONG, {}, True, None),
+        (2, LONG // 2, {"gradient_accumulation_steps": 4}, True, 77),
+        (1, 100 * LONG, {}, False, None),  # captions have ever new lengths
+    ],
+)
+def test_few_shapes_are_compiled_one_by_one_if_each_pays(
+    shapes: int, steps: int, keys: dict[str, Any], is_padded: bool, expected: int | None
+) -> None:
+    assert compiled_text_step(config(**keys), shaped(is_padded), shapes, steps, longest=77) == expected
 
 
 @pytest.mark.parametrize(

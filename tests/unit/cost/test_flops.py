@@ -47,6 +47,9 @@ def test_flops_match_torchs_count(size: ModelSize, height: int, width: int, text
 @pytest.mark.parametrize("size", [small(), small(dual=(0, 1))], ids=["plain", "dual"])
 def test_routed_flops_match_torchs_count(size: ModelSize) -> None:
     transformer, route = SD3Transformer2DModel(**size.transformer_config()).train(), TokenRoute(0.75, 2, 2)
+    kinds, weights = WeightKinds(transformer), block_weights(size)
+    matrices = sum(weight.numel() for weight in transformer.parameters() if kinds.is_block_matrix(weight))
+    assert weights.image + weights.text + weights.sample == matrices
     kept = torch.tensor([[0, 1, 2, 3], [2, 5, 7, 9]])
     inputs = [torch.randn(BATCH, 16, 8, 8), torch.rand(BATCH), torch.randn(BATCH, 7, size.text_width)]
     inputs.append(torch.randn(BATCH, size.pooled_width))
@@ -84,11 +87,3 @@ def test_a_step_counts_each_samples_own_tokens() -> None:
     assert padded == 3 * training_flops(cost, Tokens(256, 333)).value
     assert real == sum(training_flops(cost, Tokens(256, text)).value for text in (20, 45, 20))
     assert real < 0.6 * padded
-
-
-@pytest.mark.parametrize("size", [small(), small(dual=(0, 1))], ids=["plain", "dual"])
-def test_block_weights_match_their_matrices(size: ModelSize) -> None:
-    denoiser = SD3Transformer2DModel(**size.transformer_config())
-    kinds, weights = WeightKinds(denoiser), block_weights(size)
-    matrices = sum(weight.numel() for weight in denoiser.parameters() if kinds.is_block_matrix(weight))
-    assert weights.image + weights.text + weights.sample == matrices

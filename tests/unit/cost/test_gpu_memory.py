@@ -119,6 +119,12 @@ def allocated_in_a_step(setup: TrainingSetup, pair: BlockPair | None = None) -> 
         return memory.peak
 
 
+def require_formula(setup: TrainingSetup, pair: BlockPair | None = None) -> None:
+    formula = gpu_memory(setup).step.value / (1 + SLACK) - next_batch_bytes(setup)
+    inside_kernels = setup.batch * FLASH_BACKWARD * setup.cost.width * setup.tokens.joint
+    assert formula - inside_kernels == pytest.approx(allocated_in_a_step(setup, pair), rel=0.06)
+
+
 CHECKPOINTING = (False, True, 0.5, "selective")
 DUAL = (0, 1, 2, 3)
 
@@ -135,10 +141,7 @@ DUAL = (0, 1, 2, 3)
 def test_a_step_in_bf16_allocates_what_the_formula_says(
     norms_as_on_gpus: None, checkpointing: Checkpointing, dual: tuple[int, ...], batch: int
 ) -> None:
-    setup = TrainingSetup(SD3Cost(small(dual=dual)), Tokens(256, 100), batch, checkpointing=checkpointing)
-    formula = gpu_memory(setup).step.value / (1 + SLACK) - next_batch_bytes(setup)
-    inside_kernels = batch * FLASH_BACKWARD * setup.cost.width * setup.tokens.joint
-    assert formula - inside_kernels == pytest.approx(allocated_in_a_step(setup), rel=0.06)
+    require_formula(TrainingSetup(SD3Cost(small(dual=dual)), Tokens(256, 100), batch, checkpointing=checkpointing))
 
 
 ROUTE, PAIR = TokenRoute(0.5, 2, 5), BlockPair(2, 4)
@@ -157,10 +160,7 @@ def test_routing_and_alignment_allocate_what_the_formula_says(
     norms_as_on_gpus: None, checkpointing: Checkpointing, route: TokenRoute | None, pair: BlockPair | None
 ) -> None:
     cost = SD3Cost(small(layers=7), route=route)
-    setup = TrainingSetup(cost, Tokens(256, 40), 12, checkpointing=checkpointing)
-    formula = gpu_memory(setup).step.value / (1 + SLACK) - next_batch_bytes(setup)
-    inside_kernels = 12 * FLASH_BACKWARD * setup.cost.width * setup.tokens.joint
-    assert formula - inside_kernels == pytest.approx(allocated_in_a_step(setup, pair), rel=0.06)
+    require_formula(TrainingSetup(cost, Tokens(256, 40), 12, checkpointing=checkpointing), pair)
 
 
 # GiB that torch allocated on an H200 in steps of `benchmarks/step.py`: image tokens, mean text tokens, batch
@@ -216,24 +216,15 @@ def held_rows(patches: Tensor) -> int:
     return sum(sizes.values())
 
 
-def saved_bytes(size: ModelSize, height: int, text: int, batch: int) -> int:
-    """The bytes that autograd saves in a float32 forward pass, without weights, each storage once."""
-    transformer = SD3Transformer2DModel(**size.transformer_config()).train()
-    prompt, pooled = torch.randn(batch, text, size.text_width), torch.randn(batch, size.pooled_width)
-    with SavedTensors(transformer) as saved:
-        transformer(torch.randn(batch, 16, height, height), prompt, pooled, torch.rand(batch), return_dict=False)
-    return saved.total
-
-
 class SavedTensors:
     """Collects the tensors that autograd saves inside the context, without ``module``'s weights."""
 
     def __init__(self, module: nn.Module) -> None:
         self._weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
         self._saved: dict[int, Tensor] = {}
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self.add, lambda tensor: tensor)
 
-    def _pack(self, tensor: Tensor) -> Tensor:
+    def add(self, tensor: Tensor) -> Tensor:
         self._saved[tensor.untyped_storage().data_ptr()] = tensor  # referenced, so that its address is not reused
         return tensor
 
@@ -256,48 +247,41 @@ class SavedTensors:
 @pytest.mark.parametrize("dual", [(), (0, 1)])
 @pytest.mark.parametrize("qk_norm", [True, False])
 def test_activations_in_float32_are_what_autograd_saves(qk_norm: bool, dual: tuple[int, ...]) -> None:
-    setup = TrainingSetup(SD3Cost(small(qk_norm, dual)), Tokens(256, 40), 2, compute_dtype="float32")
-    saved = saved_bytes(small(qk_norm, dual), 32, setup.tokens.text, setup.batch)
+    size = small(qk_norm, dual)
+    setup = TrainingSetup(SD3Cost(size), Tokens(256, 40), 2, compute_dtype="float32")
+    transformer = SD3Transformer2DModel(**size.transformer_config()).train()
+    prompt, pooled = torch.randn(2, 40, size.text_width), torch.randn(2, size.pooled_width)
+    with SavedTensors(transformer) as saved:
+        transformer(torch.randn(2, 16, 32, 32), prompt, pooled, torch.rand(2), return_dict=False)
     # on top of it the formula counts target, loss and the incoming bf16 text
-    assert saved == pytest.approx(activation_bytes(setup), rel=0.02)
+    assert saved.total == pytest.approx(activation_bytes(setup), rel=0.02)
+
+
+def saved_by_compiled(block: Any, batch: int, size: ModelSize, tokens: Tokens, trains: bool) -> int:
+    """The bytes that a compiled block saves, without copies of weights: they have no tokens in their shapes."""
+    image, text = (torch.randn(batch, count, size.width).bfloat16() for count in (tokens.image, tokens.text))
+    time = torch.randn(batch, size.width).bfloat16().requires_grad_(trains)
+    torch._dynamo.reset()
+    block.compile(backend="aot_eager_decomp_partition")  # saves what inductor saves, without its kernels
+    with SavedTensors(block) as saved, torch.autocast("cpu", torch.bfloat16):
+        block(image.requires_grad_(), text.requires_grad_(), time)
+    counts = {batch * count for count in (tokens.image, tokens.text)} | {tokens.image, tokens.text, tokens.joint}
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.tensors if counts & set(tensor.shape))
 
 
 @pytest.mark.slow  # compiles for seconds; the formulas are tested without it
 @pytest.mark.parametrize("dual", [(), (0, 1)])
 def test_a_compiled_block_saves_what_the_formula_says(norms_as_on_gpus: None, dual: tuple[int, ...]) -> None:
-    size, batch, tokens = small(dual=dual, layers=2), 2, Tokens(48, 40)
-    block = SD3Transformer2DModel(**size.transformer_config()).train().transformer_blocks[0]
-    image, text = (torch.randn(batch, count, size.width).bfloat16() for count in (tokens.image, tokens.text))
-    time = torch.randn(batch, size.width).bfloat16()
-    torch._dynamo.reset()
-    block.compile(backend="aot_eager_decomp_partition")  # saves what inductor saves, without its kernels
-    with SavedTensors(block) as saved, torch.autocast("cpu", torch.bfloat16):
-        inputs = [tensor.requires_grad_() for tensor in (image, text, time)]
-        block(hidden_states=inputs[0], encoder_hidden_states=inputs[1], temb=inputs[2])
-    # copies of weights are a separate term; a tensor without tokens in its shape is one of them, or small
-    counts = {batch * count for count in (tokens.image, tokens.text)} | {tokens.image, tokens.text, tokens.joint}
-    measured = sum(tensor.untyped_storage().nbytes() for tensor in saved.tensors if counts & set(tensor.shape))
+    size, tokens = small(dual=dual, layers=2), Tokens(48, 40)
+    denoiser = SD3Transformer2DModel(**size.transformer_config()).train()
     activations = held_activations(Compute("compiled", "bfloat16"))
-    assert measured == pytest.approx(batch * activations.largest(size, tokens), rel=0.02)
-
-
-@pytest.mark.slow  # compiles for seconds
-@pytest.mark.parametrize("dual", [(), (0, 1)])
-def test_a_compiled_block_below_an_adapter_saves_the_stated_share(
-    norms_as_on_gpus: None, dual: tuple[int, ...]
-) -> None:
-    size, tokens, adapter = small(dual=dual, layers=2), Tokens(240, 104), AdapterConfig(rank=4)
+    measured = saved_by_compiled(denoiser.transformer_blocks[0], 2, size, tokens, trains=True)
+    assert measured == pytest.approx(2 * activations.largest(size, tokens), rel=0.02)
+    adapter, tokens = AdapterConfig(rank=4), Tokens(240, 104)
     denoiser = SD3Transformer2DModel(**size.transformer_config()).train().requires_grad_(False)
     add_adapter(denoiser, adapter, seed=0)
-    block = denoiser.transformer_blocks[0]
-    image, text = (torch.randn(1, count, size.width).bfloat16() for count in (tokens.image, tokens.text))
-    torch._dynamo.reset()
-    block.compile(backend="aot_eager_decomp_partition")
-    with SavedTensors(block) as saved, torch.autocast("cpu", torch.bfloat16):
-        block(image.requires_grad_(), text.requires_grad_(), torch.randn(1, size.width).bfloat16())
-    counts = {tokens.image, tokens.text, tokens.joint}
-    measured = sum(tensor.untyped_storage().nbytes() for tensor in saved.tensors if counts & set(tensor.shape))
     stated = SD3Cost(size).sample_bytes(tokens, Compute("compiled", "bfloat16", adapter)).largest.saved
+    measured = saved_by_compiled(denoiser.transformer_blocks[0], 1, size, tokens, trains=False)
     assert measured == pytest.approx(stated, rel=0.05)
 
 
@@ -320,9 +304,7 @@ def test_state_counts_every_copy_of_the_weights() -> None:
     assert amount.value == (12 + 8 + 4) * count
     assert amount.formula == "P·(weights 4 + AdamW 8 + EMA 8 + gradient buckets 4)"
     assert state_bytes(replace(LIGHT, ema_tracks=1, world_size=4, parallel="fsdp2")).value == 16 * count // 4
-
-
-def test_state_depends_on_the_optimizer() -> None:
+    # it depends on the optimizer
     count, denoiser = LIGHT.parameters, SD3Transformer2DModel(**small().transformer_config())
     assert state_bytes(replace(LIGHT, optimizer="adamw8bit")).value == pytest.approx(6.03 * count, rel=0.001)
     assert state_bytes(replace(LIGHT, optimizer="adafactor")).value == 4 * count
@@ -348,6 +330,7 @@ def test_sharding_divides_the_state_and_gathers_blocks() -> None:
     assert sharded.state.value == pytest.approx(alone.state.value / 8, rel=0.001)
     assert sharded.step.value < alone.step.value
     assert "/ 8 GPUs" in sharded.state.formula
+    assert gpu_memory(replace(LIGHT, other_models=123)).total == alone.total + 123
     assert "NCCL" in sharded.context.formula
 
 
@@ -359,10 +342,6 @@ def test_checkpoint_copies_are_divided_among_writers() -> None:
         "only one machine writes replicas"
     )
     assert checkpoint_copy_bytes(replace(one, world_size=16, parallel="fsdp2")).value == one.parameters * 20 // 16
-
-
-def test_other_models_are_counted() -> None:
-    assert gpu_memory(replace(LIGHT, other_models=123)).total == gpu_memory(LIGHT).total + 123
 
 
 def test_trained_blocks_in_host_memory_leave_the_gpu() -> None:

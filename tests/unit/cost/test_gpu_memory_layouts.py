@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import SD3Transformer2DModel
-from torch import Tensor
+from torch import Tensor, nn
 
 from sd3_light.config import SIZES, ModelSize
 from sd3_light.core.cost import Tokens
@@ -26,6 +26,7 @@ from sd3_light.cost.training_setup import TrainingSetup
 from sd3_light.engines.deepspeed.runtime import BUCKET, MAX_LIVE
 from sd3_light.families.sd3.cost import SD3Cost
 from sd3_light.families.sd3.layers import build_layers, run_layers
+from tests.unit.cost.test_gpu_memory import SavedTensors
 
 SMALL = ModelSize("small", 4, 2, 64, 128, 64, 32, 32, 0.5, True)
 LIGHT = TrainingSetup(SD3Cost(SIZES["sd3_light"]), Tokens(256, 333), 8, ema_tracks=1, world_size=8, deepspeed=True)
@@ -33,17 +34,11 @@ LIGHT = TrainingSetup(SD3Cost(SIZES["sd3_light"]), Tokens(256, 333), 8, ema_trac
 
 def saved_by(layers: list[Any], inputs: tuple[Tensor, ...]) -> tuple[int, tuple[Tensor, ...]]:
     """The bytes that layers save for their backward pass, without weights; and their outputs."""
-    weights = {weight.untyped_storage().data_ptr() for layer in layers for weight in layer.parameters()}
-    tensors: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        tensors[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with SavedTensors(nn.ModuleList(layers)) as saved:
         outputs = run_layers(layers, inputs)
-    tensors |= {tensor.untyped_storage().data_ptr(): tensor for tensor in outputs}  # they wait for their gradients
-    return sum(t.untyped_storage().nbytes() for address, t in tensors.items() if address not in weights), outputs
+    for tensor in outputs:  # they wait for their gradients
+        saved.add(tensor)
+    return saved.total, outputs
 
 
 def test_a_stage_saves_what_its_layers_save() -> None:
@@ -52,13 +47,8 @@ def test_a_stage_saves_what_its_layers_save() -> None:
     batch, keys = 2, {"world_size": 3, "deepspeed": True, "stages": 3, "bounds": (0, 2, 4, 6)}
     setup = TrainingSetup(SD3Cost(SMALL), Tokens(256, 100), batch, compute_dtype="float32", **keys)  # type: ignore[arg-type]
     layers = build_layers(SD3Transformer2DModel(**SMALL.transformer_config()).train())
-    pooled = torch.randn(batch, SMALL.pooled_width)
-    state: tuple[Tensor, ...] = (
-        torch.randn(batch, 16, 32, 32),
-        torch.rand(batch),
-        torch.randn(batch, 100, 128),
-        pooled,
-    )
+    noisy, prompt, pooled = (torch.randn(batch, *shape) for shape in ((16, 32, 32), (100, 128), (SMALL.pooled_width,)))
+    state: tuple[Tensor, ...] = (noisy, torch.rand(batch), prompt, pooled)
     for stage in range(3):
         part = replace(setup, stage=stage)
         saved, state = saved_by(layers[part.layers.start : part.layers.stop], state)
@@ -92,12 +82,8 @@ def test_parameters_of_stages_are_all_parameters() -> None:
     parts = [replace(setup, stage=stage) for stage in range(4)]
     assert sum(part.parameters for part in parts) == SIZES["sd3_light"].num_parameters()
     assert [block for part in parts for block in part.blocks] == list(range(15))
-    assert [(part.is_first, part.is_last) for part in parts] == [
-        (True, False),
-        (False,) * 2,
-        (False,) * 2,
-        (False, True),
-    ]
+    assert [part.is_first for part in parts] == [True, False, False, False]
+    assert [part.is_last for part in parts] == [False, False, False, True]
     assert [next_batch_bytes(part) > 0 for part in parts] == [True, False, False, True]
 
 
@@ -117,6 +103,7 @@ def test_zero_shards_the_state() -> None:
 
 def test_gradients_depend_on_the_zero_stage() -> None:
     """As counted on CPUs: ZeRO-0 and 1 hold all and a flat copy; ZeRO-2 its part twice; ZeRO-3 holds them as state."""
+    assert (4 * BUCKET, 4 * MAX_LIVE) == (ZERO_BUCKET_BYTES, ZERO3_LIVE_BYTES), "as in the engine"
     few = replace(LIGHT, batch=1, tokens=Tokens(16, 16), checkpointing=True)
     count, bucket = 4 * LIGHT.parameters, ZERO_BUCKET_BYTES
 
@@ -151,7 +138,3 @@ def test_stages_of_an_adapter_are_balanced_by_its_weights() -> None:
     assert setup.layer_bounds in ((0, 8, 17), (0, 9, 17))
     assert sum(replace(setup, stage=stage).trained_parameters for stage in range(2)) == 1500
     assert setup.frozen_bytes == 2 * setup.parameters
-
-
-def test_bucket_sizes_match_the_engine() -> None:
-    assert (4 * BUCKET, 4 * MAX_LIVE) == (ZERO_BUCKET_BYTES, ZERO3_LIVE_BYTES)

@@ -31,13 +31,11 @@ def test_bounds_match_deepspeeds(deepspeed_utils: Any) -> None:
                 assert uniform(len(weights), parts) == tuple(deepspeed_utils.partition_uniform(len(weights), parts))
 
 
-def test_stage_bounds_by_method() -> None:
+def test_stage_bounds_by_method_cover_all_parameters() -> None:
     assert stage_bounds([1] * 7, 3, "uniform") == (0, 3, 5, 7)
     assert stage_bounds([1, 1, 1, 1, 4], 2, "parameters") == (0, 4, 5)
     assert stage_bounds([1] * 7, 3, "manual", (1, 6)) == (0, 1, 6, 7)
-
-
-def test_layer_parameters_sum_to_all_parameters() -> None:
+    # layers have all parameters
     for size in SIZES.values():
         layers = size.layer_parameters()
         assert len(layers) == size.num_layers + 2

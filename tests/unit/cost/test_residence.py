@@ -47,13 +47,7 @@ def test_the_reason_has_the_numbers() -> None:
     )
     assert chosen(1, H200._replace(training=200 * GIB)).reason.startswith("it takes 1 GiB; GPU memory has room for 0 B")
     assert chosen(1, H200._replace(gpu=None)).reason == "on a CPU the model takes longer than reading"
-
-
-def test_a_cache_that_is_hardly_read_or_remote_is_streamed() -> None:
     assert chosen(1, epochs=0.25) == ("stream", "the run reads only 25% of the cache")
     assert chosen(1, is_remote=True) == ("stream", "shards at a URL are fetched while the model trains")
-
-
-def test_another_reason_against_the_device_leaves_the_host() -> None:
     choice = chosen(1, why_not_device="pipelines")
     assert choice == ("host", "it takes 1 GiB; pipelines; half of the free host memory is 64 GiB per process")

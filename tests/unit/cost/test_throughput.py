@@ -48,10 +48,7 @@ def test_adapters_are_faster_in_graphs(tokens: Tokens, batch: int, graphs: bool,
     blocks = measured_blocks("compiled", has_adapter=True)
     estimate = training_seconds(H200, blocks, flops, 1000, cost.num_blocks, graphs=graphs)
     assert estimate == pytest.approx(1000 * seconds, rel=0.2)
-
-
-def test_small_steps_in_graphs_are_bound_by_their_kernels() -> None:
-    """The base regime: 135,000 samples per second."""
+    # the base regime, whose small steps are bound by their kernels: 135,000 samples per second
     size = SIZES["demo"]
     flops = 1000 * 1024 * training_flops(SD3Cost(size), Tokens(16, 32)).value
     estimate = training_seconds(H200, "fast", flops, 1000, size.num_layers, graphs=True)

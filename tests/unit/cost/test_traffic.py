@@ -69,16 +69,9 @@ def run(layout: Replicas, micro_batches: int = 1) -> None:
             losses["loss"].mean().backward()
 
 
-def setup_of(world: int, parallel: str, accumulation: int = 1) -> TrainingSetup:
-    return TrainingSetup(
-        SD3Cost(SIZE),
-        Tokens(4, 3),
-        1,
-        compute_dtype="float32",
-        accumulation=accumulation,
-        world_size=world,
-        parallel=parallel,
-    )
+def setup_of(world: int, parallel: str = "ddp", accumulation: int = 1) -> TrainingSetup:
+    keys: dict[str, Any] = {"accumulation": accumulation, "world_size": world, "parallel": parallel}
+    return TrainingSetup(SD3Cost(SIZE), Tokens(4, 3), 1, compute_dtype="float32", **keys)
 
 
 def padded(module: SD3TrainingModule, world: int) -> int:
@@ -120,19 +113,11 @@ def test_ddp_averages_the_gradients_once_per_step(module: SD3TrainingModule, wor
     assert sent_per_step(setup_of(world, "ddp", 3)).value == pytest.approx(sent, rel=1e-6)
 
 
-def test_an_adapter_sends_only_its_own_gradients() -> None:
-    adapter = (0, 1000, 1000, 0)
-    base = TrainingSetup(SD3Cost(SIZE), Tokens(4, 3), 1, world_size=4, adapter=adapter)
+def test_adapters_send_their_gradients_alone_and_zero_2_those_of_each_micro_batch() -> None:
+    base = replace(setup_of(4), adapter=(0, 1000, 1000, 0))
     assert sent_per_step(base).value == 2 * 3 / 4 * 4 * 2000
     assert sent_per_step(replace(base, world_size=1)).value == 0, "one GPU sends nothing"
     assert needed_bandwidth(1000, 2.0) == 4000, "in bits per second"
-
-
-@pytest.mark.parametrize(
-    ("zero", "passes"), [(1, lambda all_weights, trained: 2 * trained), (2, lambda all_weights, trained: 4 * trained)]
-)
-def test_zero_2_sends_the_gradients_of_each_micro_batch(zero: int, passes: Any) -> None:
-    cost = SD3Cost(SIZE)
-    setup = TrainingSetup(cost, Tokens(4, 3), 1, accumulation=3, world_size=4, deepspeed=True, zero=zero)
-    weights = 4 * cost.parameters
-    assert sent_per_step(setup).value == pytest.approx(3 / 4 * passes(weights, weights), rel=1e-6)
+    for zero, times in ((1, 2), (2, 4)):
+        setup = replace(setup_of(4, accumulation=3), deepspeed=True, zero=zero)
+        assert sent_per_step(setup).value == pytest.approx(3 / 4 * times * 4 * SD3Cost(SIZE).parameters, rel=1e-6)

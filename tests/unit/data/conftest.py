@@ -99,16 +99,6 @@ def fake_cache(
 
 
 @pytest.fixture
-def make_content() -> Callable[..., ShardContent]:
-    return toy_content
-
-
-@pytest.fixture
-def make_shard() -> Callable[..., ShardEntry]:
-    return toy_shard
-
-
-@pytest.fixture
 def make_cache(tmp_path: Path) -> Callable[..., CachedDataset]:
     """Return a function that writes `fake_cache` to the test's folder and opens it."""
 

@@ -18,7 +18,15 @@ from sd3_light.data.cache_plan import CachePlan
 from sd3_light.randomness import sample_id
 from sd3_light.sources.buckets import assign_all, buckets_by_resolution
 from sd3_light.sources.catalogue import InputRow, chunks, make_sources
-from tests.unit.sources.catalogues import RECIPE, directory, plan_for, sample_names, shard_files, shard_of, write_image
+from tests.unit.sources.catalogues import (
+    IDENTITY,
+    directory,
+    plan_for,
+    sample_names,
+    shard_files,
+    shard_of,
+    write_image,
+)
 from tests.unit.sources.inputs import scan_all
 
 pytestmark = pytest.mark.usefixtures("small_parts")
@@ -126,19 +134,19 @@ def test_a_changed_sample_renames_only_its_shard(images: Path, cache: Path, tmp_
 
 
 CHANGES = {
-    "t5 length": ({**RECIPE, "t5_max_length": 32}, {}),
-    "vae": ({**RECIPE, "vae": "another"}, {}),
-    "recipe key": ({**RECIPE, "new": 1}, {}),
-    "flip": (RECIPE, {"flip": True}),
-    "resolution": (RECIPE, {"resolutions": [32]}),
-    "shape": (RECIPE, {"resolutions": [[96, 64]]}),
-    "sizes": (RECIPE, {"size_buckets": [[96, 64]]}),
-    "ratios": (RECIPE, {"enable_ar_bucket": True, "ar_buckets": [0.5, 2.0]}),
-    "prefix": (RECIPE, {"caption_prefix": "photo of "}),
-    "shuffled tags": (RECIPE, {"shuffle_tags": True, "cache_shuffle_delimiter": ","}),
-    "number of shuffles": (RECIPE, {"cache_shuffle_num": 2}),
-    "default mask": (RECIPE, {"default_mask_file": "white.png"}),
-    "masks": (RECIPE, {"mask_path": "masks"}),
+    "t5 length": ({**IDENTITY, "t5_max_length": 32}, {}),
+    "vae": ({**IDENTITY, "vae": "another"}, {}),
+    "another key": ({**IDENTITY, "new": 1}, {}),
+    "flip": (IDENTITY, {"flip": True}),
+    "resolution": (IDENTITY, {"resolutions": [32]}),
+    "shape": (IDENTITY, {"resolutions": [[96, 64]]}),
+    "sizes": (IDENTITY, {"size_buckets": [[96, 64]]}),
+    "ratios": (IDENTITY, {"enable_ar_bucket": True, "ar_buckets": [0.5, 2.0]}),
+    "prefix": (IDENTITY, {"caption_prefix": "photo of "}),
+    "shuffled tags": (IDENTITY, {"shuffle_tags": True, "cache_shuffle_delimiter": ","}),
+    "number of shuffles": (IDENTITY, {"cache_shuffle_num": 2}),
+    "default mask": (IDENTITY, {"default_mask_file": "white.png"}),
+    "masks": (IDENTITY, {"mask_path": "masks"}),
 }
 
 
@@ -146,13 +154,13 @@ CHANGES = {
 def test_a_change_that_affects_all_samples_renames_all_shards(
     images: Path, cache: Path, tmp_path: Path, change: str
 ) -> None:
-    recipe, keys = CHANGES[change]
+    identity, keys = CHANGES[change]
     write_image(tmp_path / "white.png", 255, caption=None)
     for number in range(30):
         write_image(tmp_path / "masks" / f"{number:02}.png", 255, caption=None)
     paths = {key: tmp_path / value for key, value in keys.items() if key in ("default_mask_file", "mask_path")}
     before = plan_for(cache, images)
-    after = plan_for(cache, [directory(images, **{**keys, **paths})], recipe)
+    after = plan_for(cache, [directory(images, **{**keys, **paths})], identity)
     assert sum(shard.count for shard in after.shards) == 30
     assert set(shard_files(after)).isdisjoint(shard_files(before))
 

@@ -22,7 +22,7 @@ from sd3_light.sources.catalogue import Catalogue, InputRow, Listing, make_sourc
 from sd3_light.sources.claims import Claims
 from tests.unit.sources.catalogues import (
     FORK,
-    RECIPE,
+    IDENTITY,
     directory,
     plan_for,
     sample_names,
@@ -48,7 +48,7 @@ def test_an_unchanged_plan_is_reused(images: Path, cache: Path, monkeypatch: pyt
     ]
 
 
-@pytest.mark.parametrize("change", ["size", "recipe", "setting", "file", "version"])
+@pytest.mark.parametrize("change", ["size", "identity", "setting", "file", "version"])
 def test_a_change_makes_a_new_plan(images: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     plan_for(cache, images)
     planners: list[object] = []
@@ -58,9 +58,9 @@ def test_a_change_makes_a_new_plan(images: Path, cache: Path, monkeypatch: pytes
         write_image(images / "zz.png")
     if change == "version":
         monkeypatch.setattr(module, "PLAN_VERSION", module.PLAN_VERSION + 1)
-    recipe = {**RECIPE, "vae": "another"} if change == "recipe" else RECIPE
+    identity = {**IDENTITY, "vae": "another"} if change == "identity" else IDENTITY
     keys = {"min_ar": 0.6} if change == "setting" else {}
-    plan_for(cache, [directory(images, **keys)], recipe, 16 if change == "size" else 8)
+    plan_for(cache, [directory(images, **keys)], identity, 16 if change == "size" else 8)
     assert len(planners) == 1
 
 
@@ -191,7 +191,7 @@ def test_planning_holds_only_a_few_shards_in_memory(
         gc.collect()  # at the same point of its counters each time
         tracemalloc.start()
         try:
-            plan = make_cache_plan(catalogue, [part], RECIPE, 256)
+            plan = make_cache_plan(catalogue, [part], IDENTITY, 256)
             peaks.append(tracemalloc.get_traced_memory()[1])
         finally:
             tracemalloc.stop()

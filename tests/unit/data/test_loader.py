@@ -28,17 +28,42 @@ ONCE = {"toy#0": 1.0}
 ROOT = Path(__file__).parents[3]
 
 
-class Plain:
-    """A model that returns the batch unchanged."""
+class Model:
+    """A model that prepares a batch by a function."""
 
-    def prepare_inputs(self, batch: dict[str, Any], timestep_quantile: float | None = None) -> Any:
-        return (batch["sample_id"], batch["moments"], batch["t5"]), (batch["repeat"], batch["mask"])
+    def __init__(self, prepare: Callable[[Any], Any]) -> None:
+        self.prepare = prepare
+
+    def prepare_inputs(self, batch: Any, timestep_quantile: float | None = None) -> Any:
+        return self.prepare(batch)
+
+
+class Items(Dataset[Any]):
+    """Items by a function."""
+
+    def __init__(self, count: int, make: Callable[[int], Any]) -> None:
+        self.count = count
+        self.make = make
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, item: int) -> Any:
+        return self.make(item)
+
+
+def row(sample_id: torch.Tensor) -> dict[str, Any]:
+    return {"sample_id": sample_id, "moments": 0, "t5": 0, "repeat": 0, "mask": None}
+
+
+PLAIN = Model(lambda batch: ((batch["sample_id"], batch["moments"], batch["t5"]), (batch["repeat"], batch["mask"])))
+IDENTITY = Model(lambda batch: (batch, (torch.zeros(1), None)))
 
 
 def loader_of(data: CachedDataset, micro: int = 1, first: int = 0, steps: int = 6, **keys: int) -> PipelineDataLoader:
     order = data.order(0, ONCE, lambda resolution: 4)
     items = range(first * micro, steps * micro)
-    return PipelineDataLoader(MicroBatches(data, order, 0, 1, micro), object(), micro, Plain(), items=items, **keys)
+    return PipelineDataLoader(MicroBatches(data, order, 0, 1, micro), object(), micro, PLAIN, items=items, **keys)
 
 
 def all_steps(loader: PipelineDataLoader) -> list[list[Any]]:
@@ -51,25 +76,21 @@ def flat(steps: list[list[Any]]) -> list[torch.Tensor]:
 
 
 def prepare_plain_into(batch: dict[str, Any], empty: Callable[..., torch.Tensor]) -> Any:
-    """Return the result of `Plain` with one tensor in allocated memory."""
-    features, label = Plain().prepare_inputs(batch)
+    """Return the result of `PLAIN` with one tensor in allocated memory."""
+    features, label = PLAIN.prepare(batch)
     laid = empty(tuple(features[2].shape), features[2].dtype)
     return (*features[:2], laid.copy_(features[2])), label
 
 
-class Never:
-    """A model whose `prepare_inputs` must not be called."""
-
-    def prepare_inputs(self, batch: dict[str, Any], timestep_quantile: float | None = None) -> Any:
+def test_tensors_prepared_in_a_slot_arrive(make_cache: MakeCache) -> None:
+    def never(batch: Any) -> None:
         raise AssertionError("a worker has memory to lay it into")
 
-
-def test_tensors_prepared_in_a_slot_arrive(make_cache: MakeCache) -> None:
     data = make_cache(captions=2)
     plain, count = all_steps(loader_of(data)), 0
     batches = MicroBatches(data, data.order(0, ONCE, lambda resolution: 4), 0, 1, 1)
     laid = PipelineDataLoader(
-        batches, object(), 1, Never(), num_dataloader_workers=2, items=range(6), prepare_into=prepare_plain_into
+        batches, object(), 1, Model(never), num_dataloader_workers=2, items=range(6), prepare_into=prepare_plain_into
     )
     for wanted, step in zip(plain, laid.steps(), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(flat([wanted]), flat([step]), strict=True))
@@ -85,24 +106,22 @@ def test_a_step_has_all_its_micro_batches_or_is_an_error(make_cache: MakeCache) 
         joined = torch.cat([features[0] for features, _ in parts])
         assert torch.equal(joined, step[0][0][0])
     order = data.order(0, ONCE, lambda resolution: 4)
-    loader = PipelineDataLoader(MicroBatches(data, order, 0, 1, 2), object(), 2, Plain(), items=range(3))
+    loader = PipelineDataLoader(MicroBatches(data, order, 0, 1, 2), object(), 2, PLAIN, items=range(3))
     with pytest.raises(AssertionError, match="too few micro-batches"):
         list(loader.steps())
 
 
-class Counting(Dataset[Any]):
+class Counting(Items):
     """Counts requested items across processes."""
 
     def __init__(self) -> None:
+        super().__init__(100, self.counted)
         self.made = multiprocessing.Value("i", 0)
 
-    def __len__(self) -> int:
-        return 100
-
-    def __getitem__(self, item: int) -> dict[str, Any]:
+    def counted(self, item: int) -> dict[str, Any]:
         with self.made.get_lock():
             self.made.value += 1
-        return {"sample_id": torch.tensor([item]), "moments": 0, "t5": 0, "repeat": 0, "mask": None}
+        return row(torch.tensor([item]))
 
 
 def count_when_idle(dataset: Counting, at_least: int) -> int:
@@ -117,7 +136,7 @@ def test_workers_prepare_at_most_prefetch_items(workers: int, prefetch: int) -> 
     """Host memory is bounded by workers x prefetch micro-batches (law 10)."""
     dataset = Counting()
     loader = PipelineDataLoader(
-        dataset, object(), 1, Plain(), num_dataloader_workers=workers, prefetch_batches_per_worker=prefetch
+        dataset, object(), 1, PLAIN, num_dataloader_workers=workers, prefetch_batches_per_worker=prefetch
     )
     assert loader.dataloader.prefetch_factor == prefetch
     batches = loader.steps()
@@ -129,7 +148,7 @@ def test_workers_prepare_at_most_prefetch_items(workers: int, prefetch: int) -> 
 
 def test_without_workers_batches_are_made_on_demand() -> None:
     dataset = Counting()
-    batches = PipelineDataLoader(dataset, object(), 1, Plain()).steps()
+    batches = PipelineDataLoader(dataset, object(), 1, PLAIN).steps()
     for taken in (1, 2, 3):
         next(batches)
         assert dataset.made.value == taken
@@ -138,38 +157,23 @@ def test_without_workers_batches_are_made_on_demand() -> None:
 # --- memory ------------------------------------------------------------------------------------
 
 
-class Inherited(Dataset[Any]):
-    """Its items say whether a garbage collection in this process would visit an object of the trainer."""
-
-    def __init__(self) -> None:
-        self.of_trainer: list[Any] = [[]]
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, item: int) -> dict[str, Any]:
-        is_visited = any(value is self.of_trainer for value in gc.get_objects())
-        return {"sample_id": torch.tensor(is_visited), "moments": 0, "t5": 0, "repeat": 0, "mask": None}
-
-
 def test_collections_in_workers_do_not_visit_what_the_trainer_made() -> None:
     """They would copy memory that workers share with the trainer, and take 0.3 s each after torch's imports."""
-    dataset = Inherited()
+    of_trainer: list[Any] = [[]]
+    dataset = Items(2, lambda item: row(torch.tensor(any(value is of_trainer for value in gc.get_objects()))))
     assert dataset[0]["sample_id"]
-    loader = PipelineDataLoader(dataset, object(), 1, Plain(), num_dataloader_workers=2)
+    loader = PipelineDataLoader(dataset, object(), 1, PLAIN, num_dataloader_workers=2)
     assert not any(features[0] for features, _ in loader)
 
 
-class Doubling:
-    """A model that computes new tensors from the batch."""
-
-    def prepare_inputs(self, batch: dict[str, Any], timestep_quantile: float | None = None) -> Any:
-        return (batch["sample_id"] * 2, batch["moments"] + 1, batch["t5"].float()), (batch["repeat"], batch["mask"])
+def doubled(batch: dict[str, Any]) -> Any:
+    """Compute new tensors from the batch."""
+    return (batch["sample_id"] * 2, batch["moments"] + 1, batch["t5"].float()), (batch["repeat"], batch["mask"])
 
 
 @pytest.mark.parametrize(
     ("model", "into"),
-    [(Plain(), None), (Doubling(), None), (Plain(), prepare_plain_into)],
+    [(PLAIN, None), (Model(doubled), None), (PLAIN, prepare_plain_into)],
     ids=["plain", "doubled", "laid"],
 )
 @pytest.mark.parametrize("workers", [0, 1, 2])
@@ -197,28 +201,12 @@ def test_steps_do_not_hold_batches_of_earlier_steps(make_cache: MakeCache) -> No
         assert first is second, "the same list, refilled"
 
 
-class Bulky(Dataset[Any]):
-    """Batches of 4 MB."""
-
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, item: int) -> dict[str, Any]:
-        return {"x": torch.full((4 << 20,), item, dtype=torch.uint8), "mask": None}
-
-
-class Identity:
-    """A model that accepts any batch."""
-
-    def prepare_inputs(self, batch: Any, timestep_quantile: float | None = None) -> Any:
-        return batch, (torch.zeros(1), None)
-
-
 @pytest.mark.parametrize(("workers", "prefetch"), [(1, 1), (2, 1), (2, 2), (2, 4)])
 def test_batch_memory_is_workers_times_prefetch_plus_the_one_in_use(workers: int, prefetch: int) -> None:
     batch = 4 << 20
     keys = {"num_dataloader_workers": workers, "prefetch_batches_per_worker": prefetch}
-    loader = PipelineDataLoader(Bulky(), None, 1, Identity(), **keys)
+    items = Items(24, lambda item: {"x": torch.full((batch,), item, dtype=torch.uint8), "mask": None})
+    loader = PipelineDataLoader(items, None, 1, IDENTITY, **keys)
     for number, step in enumerate(loader.steps()):
         assert (step[0][0]["x"] == number).all()
     held = sum(os.fstat(file).st_blocks * 512 for file in loader._items.pool._files)  # as the kernel counts
@@ -228,28 +216,24 @@ def test_batch_memory_is_workers_times_prefetch_plus_the_one_in_use(workers: int
 # --- errors ------------------------------------------------------------------------------------
 
 
-class Faulty(Dataset[Any]):
-    """Item 3 raises a UserError, or kills its worker."""
+def faulty(kind: str) -> Items:
+    """Item 3 raises a UserError, or kills its worker; without workers it is made."""
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, item: int) -> Any:
-        if item == 3 and self.kind == "user":
+    def make(item: int) -> Any:
+        if item == 3 and kind == "user":
             raise UserError("shard x is damaged; run y")
-        if item == 3 and self.kind == "killed":
+        if item == 3 and kind == "killed" and get_worker_info() is not None:
             os.kill(os.getpid(), signal.SIGKILL)
         return {"x": torch.tensor([item])}
+
+    return Items(8, make)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_user_error_in_a_worker_is_one_line_and_ends_the_workers(workers: int) -> None:
     """The traceback still holds the iteration: collected later, torch would wait 5 seconds for each worker."""
     before = set(multiprocessing.active_children())
-    loader = PipelineDataLoader(Faulty("user"), None, 1, Identity(), num_dataloader_workers=workers)
+    loader = PipelineDataLoader(faulty("user"), None, 1, IDENTITY, num_dataloader_workers=workers)
     with pytest.raises(UserError) as fault:
         list(loader)
     assert str(fault.value) == "shard x is damaged; run y"
@@ -259,7 +243,7 @@ def test_a_user_error_in_a_worker_is_one_line_and_ends_the_workers(workers: int)
 def test_a_dead_worker_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch) -> None:
     # torch waits this long for its workers, several times
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
-    loader = PipelineDataLoader(Faulty("killed"), None, 1, Identity(), num_dataloader_workers=2)
+    loader = PipelineDataLoader(faulty("killed"), None, 1, IDENTITY, num_dataloader_workers=2)
     with pytest.raises(UserError) as fault:
         list(loader)
     text = str(fault.value)
@@ -270,18 +254,11 @@ def test_a_dead_worker_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch) -> N
     gc.collect()  # waits for the other worker: later it would take ten seconds of another test
 
 
-class KilledInWorker(Faulty):
-    """Item 3 kills a worker, not this process."""
-
-    def __getitem__(self, item: int) -> Any:
-        return super().__getitem__(item) if get_worker_info() is not None else {"x": torch.tensor([item])}
-
-
 def test_the_batches_of_a_dead_worker_are_prepared_without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
     lost: list[UserError] = []
     loader = PipelineDataLoader(
-        KilledInWorker("killed"), None, 1, Identity(), 2, prefetch_batches_per_worker=2, on_lost_worker=lost.append
+        faulty("killed"), None, 1, IDENTITY, 2, prefetch_batches_per_worker=2, on_lost_worker=lost.append
     )
     before = set(multiprocessing.active_children())
     assert [int(features["x"]) for features, _ in loader] == list(range(8)), "in order, each once"
@@ -293,7 +270,7 @@ def test_the_batches_of_a_dead_worker_are_prepared_without_workers(monkeypatch: 
 def test_a_dead_worker_interrupts_no_step() -> None:
     """torch's handler of SIGCHLD raises its error anywhere in the main thread: in the middle of an update, too."""
     iter(torch.utils.data.DataLoader(range(2), num_workers=1))  # type: ignore[arg-type]  # installs it
-    loader = PipelineDataLoader(Faulty("none"), None, 1, Identity(), num_dataloader_workers=1)
+    loader = PipelineDataLoader(faulty("none"), None, 1, IDENTITY, num_dataloader_workers=1)
     with closing(iter(loader)) as batches:
         next(batches)
         assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL

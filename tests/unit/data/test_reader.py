@@ -14,18 +14,16 @@ from safetensors.torch import load_file, save_file
 from sd3_light.config.faults import UserError
 from sd3_light.data.manifest import SHARDS, ShardEntry
 from sd3_light.data.reader import ShardReader
-from sd3_light.data.shards import ShardContent
+from tests.unit.data.conftest import toy_content, toy_shard
 
 NUMBERS = (3, 1, 7, 2)
 
 
 @pytest.fixture
-def shard(
-    tmp_path: Path, make_content: Callable[..., ShardContent], make_shard: Callable[..., ShardEntry]
-) -> tuple[Path, ShardEntry]:
+def shard(tmp_path: Path) -> tuple[Path, ShardEntry]:
     """A shard with two captions, two variants and masks, of real tokens."""
-    content = make_content(NUMBERS, captions=2, variants=2, mask=True, real=True)
-    entry = make_shard(tmp_path, "one", content)
+    content = toy_content(NUMBERS, captions=2, variants=2, mask=True, real=True)
+    entry = toy_shard(tmp_path, "one", content)
     return tmp_path / SHARDS / entry.file, entry
 
 
@@ -111,37 +109,6 @@ def test_unexpected_tensors_are_an_error(shard: tuple[Path, ShardEntry], kind: s
     assert str(path) in text
     assert "run `sd3-light cache CONFIG`" in text
     assert "\n" not in text
-
-
-OTHER_COLUMNS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
-    "dtype": (set_to("moments", torch.Tensor.float), "moments of the image, float32 [4, 2, 4], expected moments of"),
-    "bucket": (
-        set_to("moments", lambda m: m.mT),
-        "float16 [4, 4, 2], expected moments of the image, float16 [4, 2, 4]",
-    ),
-    "channels": (set_to("moments", lambda m: m[:, :, :3]), "moments of the image, float16 [3, 2, 4]"),
-    "width": (set_to("t5.tokens", lambda t: t[:, 1:]), "t5 of the caption, ragged bfloat16 [11]"),
-    "pooled": (set_to("clip_g.pooled", lambda p: p[:, 1:]), "clip_g.pooled of the caption, bfloat16 [5]"),
-}
-
-
-@pytest.mark.parametrize("kind", OTHER_COLUMNS)
-def test_other_columns_than_those_of_the_cache_are_an_error(shard: tuple[Path, ShardEntry], kind: str) -> None:
-    path, entry = shard
-    expected = ShardReader(path, entry).columns
-    change, message = OTHER_COLUMNS[kind]
-    changes = [change, lambda tensors: tensors.pop("mask")]  # a shard without masks fits
-    size = rewritten(path, lambda tensors: [each(tensors) for each in changes], columns=without(path, "mask"))
-    reader = ShardReader(path, replace(entry, bytes=size))
-    with pytest.raises(UserError, match="is damaged or belongs to another cache") as fault:
-        reader.require(expected)
-    assert message in str(fault.value)
-
-
-def without(path: Path, *names: str) -> dict[str, Any]:
-    """Return the declared columns of a shard but some."""
-    columns = json.loads(header_of(path.read_bytes())[0]["__metadata__"]["shard"])["columns"]
-    return {name: about for name, about in columns.items() if name not in names}
 
 
 @pytest.mark.parametrize(

@@ -11,24 +11,28 @@ import torch
 from sd3_light.config.faults import UserError
 from sd3_light.cost.data_bytes import resident_index_bytes
 from sd3_light.data import manifest as manifest_module
-from sd3_light.data.manifest import Manifest, ShardEntry
-from sd3_light.data.resident import ResidentCache, ResidentPicks
+from sd3_light.data.manifest import Manifest
+from sd3_light.data.resident import ResidentBucket, ResidentCache, ResidentPicks
 from sd3_light.data.shards import ShardContent
 from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import CachedDataset
+from tests.unit.data.conftest import toy_content, toy_shard
 
 MakeCache = Callable[..., CachedDataset]
 CPU = torch.device("cpu")
 
 
-def test_shards_of_a_bucket_may_differ_in_flips_and_masks(
-    tmp_path: Path, make_content: Callable[..., object], make_shard: Callable[..., object]
-) -> None:
-    contents = [make_content(range(1, 4)), make_content(range(4, 9), variants=2, mask=True, captions=3)]
-    entries = tuple(make_shard(tmp_path, f"{number}", content) for number, content in enumerate(contents))
-    empty = make_shard(tmp_path, "empty", make_content([0], bucket="empty"), "empty", "")
-    Manifest({"text_tokens": "padded"}, entries, empty).save(tmp_path)  # type: ignore[arg-type]
-    (bucket,) = ResidentCache(CachedDataset(LocalStore(tmp_path)), CPU).buckets
+def held(folder: Path, *contents: ShardContent) -> ResidentBucket:
+    """Write a cache of one bucket and hold it in memory."""
+    entries = tuple(toy_shard(folder, f"{number}", content) for number, content in enumerate(contents))
+    empty = toy_shard(folder, "empty", toy_content([0], bucket="empty"), "empty", "")
+    Manifest({"text_tokens": "padded"}, entries, empty).save(folder)
+    (bucket,) = ResidentCache(CachedDataset(LocalStore(folder)), CPU).buckets
+    return bucket
+
+
+def test_shards_of_a_bucket_may_differ_in_flips_and_masks(tmp_path: Path) -> None:
+    bucket = held(tmp_path, toy_content(range(1, 4)), toy_content(range(4, 9), variants=2, mask=True, captions=3))
     assert np.diff(bucket.first_image).tolist() == [1] * 3 + [2] * 5
     assert np.diff(bucket.first_caption).tolist() == [1] * 3 + [3] * 5
     assert bucket.masked.tolist() == [False] * 3 + [True] * 5
@@ -78,27 +82,26 @@ def test_a_cache_larger_than_memory_is_rejected(make_cache: MakeCache, monkeypat
         ResidentCache(data, CPU)
 
 
-def test_a_cache_larger_than_the_gpu_is_rejected(make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sizes_of_a_cache_and_of_the_memory_are_named(
+    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = make_cache()
     data.manifest = replace(data.manifest, shards=(replace(data.manifest.shards[0], bytes=8 * 10**9 + 1),))
+    monkeypatch.setattr(manifest_module, "available_memory", lambda: 10 * 10**9)
+    with pytest.raises(UserError, match=r"takes 8.0 GB and 10.0 GB of memory are free, of which 80% may be taken"):
+        ResidentCache(data, CPU)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * 10**9, 16 * 10**9))
     with pytest.raises(UserError, match=r"takes 8.0 GB and 10.0 GB of GPU memory are free.*cache_residence = \"host\""):
         ResidentCache(data, torch.device("cuda"))
 
 
-def test_samples_may_share_captions(
-    tmp_path: Path, make_content: Callable[..., ShardContent], make_shard: Callable[..., ShardEntry]
-) -> None:
+def test_samples_may_share_captions(tmp_path: Path) -> None:
     """Three samples of the first shard have one caption; the second refers to captions of the second."""
-    images = {"moments": make_content(range(1, 4)).values["moments"]}
-    values = {**make_content([1]).values, **images}
-    shared = replace(make_content(range(1, 4)), caption=torch.zeros(3, dtype=torch.long), values=values)
-    swapped = replace(make_content(range(4, 7)), caption=torch.tensor([2, 1, 0]))
-    last = make_content(range(7, 9))
-    entries = tuple(make_shard(tmp_path, f"{number}", each) for number, each in enumerate((shared, swapped, last)))
-    empty = make_shard(tmp_path, "empty", make_content([0], bucket="empty"), "empty", "")
-    Manifest({"text_tokens": "padded"}, entries, empty).save(tmp_path)
-    (bucket,) = ResidentCache(CachedDataset(LocalStore(tmp_path)), CPU).buckets
+    images = {"moments": toy_content(range(1, 4)).values["moments"]}
+    values = {**toy_content([1]).values, **images}
+    shared = replace(toy_content(range(1, 4)), caption=torch.zeros(3, dtype=torch.long), values=values)
+    swapped = replace(toy_content(range(4, 7)), caption=torch.tensor([2, 1, 0]))
+    bucket = held(tmp_path, shared, swapped, toy_content(range(7, 9)))
     captions = [bucket.captions[start] for start in bucket.first_caption[:-1]]
     expected = [1, 1, 1, 6, 5, 4, 7, 8]
     for pooled in bucket.text.fixed.values():

@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from sd3_light.data import shards as module
 from sd3_light.data.manifest import CACHE_FORMAT, MANIFEST, Manifest, ShardEntry, read_entry
 from sd3_light.data.shards import Origin, ShardContent, read_origins, write_shard
 from sd3_light.files import file_sha256
+from tests.unit.data.conftest import toy_content
 
 ENTRY = ShardEntry("a.safetensors", "32x16", (32, 32), "images#0", 0, 0, "", "fingerprint")
 IDS = (2**62, 1, 2**63 - 1)
@@ -32,9 +32,9 @@ ORIGINS = [
 
 
 @pytest.fixture
-def content(make_content: Callable[..., ShardContent]) -> ShardContent:
+def content() -> ShardContent:
     """Three samples with two captions, two variants and masks, of real tokens."""
-    made = make_content((3, 1, 7), captions=2, variants=2, mask=True, real=True)
+    made = toy_content((3, 1, 7), captions=2, variants=2, mask=True, real=True)
     return replace(made, sample_id=torch.tensor(IDS))
 
 
@@ -184,6 +184,7 @@ def test_another_format_is_rejected(tmp_path: Path, manifest: Manifest, other: i
     [
         *(b"", b'{"format": 5, "sha', b"[]", b'"text"', b"\xff\xfe{}", b'{"format": 5}'),
         *(b'{"format": 5, "shards": [{}]}', b'{"format": 5, "shards": [{"colour": 1}]}'),
+        *(b"[" * 100_000 + b"]" * 100_000, b"5", b'{"format": 5, "shards": ' + b"9" * 6000 + b"}"),
     ],
 )
 def test_a_damaged_manifest_is_reported(tmp_path: Path, content: bytes) -> None:

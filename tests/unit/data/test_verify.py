@@ -50,10 +50,6 @@ def shard_files(folder: Path) -> list[ShardFile]:
     return [(entry, folder / SHARDS / entry.file) for entry in Manifest.load(folder).shards]
 
 
-def verifier(folder: Path, launched: bool = False) -> Verifier:
-    return Verifier(folder, launched)
-
-
 def marker_folders(folder: Path) -> list[Path]:
     return sorted((folder.parent / "temp").iterdir())
 
@@ -69,16 +65,16 @@ def run(work: Callable[[], Any], count: int = 1) -> list[int | None]:
 
 
 def test_processes_of_one_launch_share_the_work(folder: Path, log: Callable[[], Counter[str]]) -> None:
-    assert run(lambda: verifier(folder, launched=True).require(shard_files(folder)), 4) == [0] * 4
+    assert run(lambda: Verifier(folder, launched=True).require(shard_files(folder)), 4) == [0] * 4
     assert sorted(log().values()) == [1, 1, 1]
     assert len(marker_folders(folder)) == 1
 
 
 def test_a_copy_of_the_cache_is_verified_separately(folder: Path, log: Callable[[], Counter[str]]) -> None:
-    verifier(folder).require(shard_files(folder))
+    Verifier(folder).require(shard_files(folder))
     copy = folder.with_name("copy")
     folder.rename(copy)
-    verifier(copy).require(shard_files(copy))
+    Verifier(copy).require(shard_files(copy))
     assert sorted(log().values()) == [2, 2, 2]
 
 
@@ -93,11 +89,11 @@ def test_the_shard_of_a_process_killed_while_hashing_is_hashed_by_another(
         raise AssertionError
 
     monkeypatch.setattr(verify_module, "file_sha256", hang)
-    victim = FORK.Process(target=lambda: verifier(folder, launched=True).require(shard_files(folder)[:1]), daemon=True)
+    victim = FORK.Process(target=lambda: Verifier(folder, launched=True).require(shard_files(folder)[:1]), daemon=True)
     victim.start()
     assert hashing.wait(HANG_SECONDS)
     monkeypatch.setattr(verify_module, "file_sha256", real)
-    waiting = FORK.Process(target=lambda: verifier(folder, launched=True).require(shard_files(folder)), daemon=True)
+    waiting = FORK.Process(target=lambda: Verifier(folder, launched=True).require(shard_files(folder)), daemon=True)
     waiting.start()
     waiting.join(0.3)
     assert waiting.is_alive(), "it waits for the shard that is being hashed"
@@ -113,19 +109,19 @@ def test_without_a_marker_folder_each_process_hashes(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(folder / "nowhere"))
     for _ in range(2):
-        own = verifier(folder)
+        own = Verifier(folder)
         own.require(shard_files(folder))
         own.require(shard_files(folder))
     assert sorted(log().values()) == [2, 2, 2]
 
 
 def test_a_marker_folder_that_is_a_link_is_not_used(folder: Path, log: Callable[[], Counter[str]]) -> None:
-    first = verifier(folder)
+    first = Verifier(folder)
     first.require(shard_files(folder))
     (markers,) = marker_folders(folder)
     elsewhere = markers.rename(folder / "elsewhere")
     markers.symlink_to(elsewhere)
-    verifier(folder).require(shard_files(folder))
+    Verifier(folder).require(shard_files(folder))
     assert sorted(log().values()) == [2, 2, 2]
 
 
@@ -135,12 +131,12 @@ def is_verified(own: Verifier, entry: ShardEntry) -> bool:
 
 
 def test_markers_of_ended_launches_are_removed(folder: Path) -> None:
-    assert run(lambda: verifier(folder).require(shard_files(folder))) == [0]
+    assert run(lambda: Verifier(folder).require(shard_files(folder))) == [0]
     assert len(marker_folders(folder)) == 1
     (old,) = marker_folders(folder)
     keep = folder.parent / "temp" / "sd3-light-of-someone-else"
     keep.touch()
-    mine = verifier(folder)
+    mine = Verifier(folder)
     assert old not in marker_folders(folder)
     assert len(marker_folders(folder)) == 2
     assert not is_verified(mine, Manifest.load(folder).shards[0])
@@ -151,7 +147,7 @@ def test_a_damaged_shard_is_reported_and_marked(folder: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    own = verifier(folder)
+    own = Verifier(folder)
     for _ in range(2):
         with pytest.raises(UserError) as fault:
             own.require(shard_files(folder))
@@ -173,5 +169,5 @@ def test_a_truncated_shard_is_damaged_and_a_read_only_folder_is_left_unchanged(
 
     monkeypatch.setattr(Path, "touch", refuse)
     with pytest.raises(UserError, match="is damaged"):
-        verifier(folder).require(shard_files(folder))
+        Verifier(folder).require(shard_files(folder))
     assert not list(path.parent.glob("*.damaged"))

@@ -23,7 +23,7 @@ class Bare:
         return Batch(len(batch["sample_id"]), {"ids": batch["sample_id"]})
 
     def prepare_into(self, batch: Any, empty: Any, timestep_quantile: float | None = None) -> Any:
-        return self.prepare_inputs(batch)
+        return self.prepare_inputs(batch, timestep_quantile)
 
 
 def test_small_buckets_and_fixed_times_are_evaluated(cached_project: Project) -> None:
@@ -37,7 +37,6 @@ def test_small_buckets_and_fixed_times_are_evaluated(cached_project: Project) ->
     assert len(ids) == NUM_IMAGES * len(QUANTILES)
     loaded = cached_project.load("eval_at_fixed_t=true", "eval_micro_batch_size_per_gpu=40")
     loaded = replace(loaded, eval_datasets={"held out": loaded.dataset})
-    engine: Any = None
     evaluator = Evaluator(loaded, Launch(), engine, Times())
     points = [batch["point"].tolist() for batch in evaluator._loader("held out")]
     both = [pytest.approx([0.0, u]) for u in QUANTILES] + [pytest.approx([1.0, t]) for t in FIXED_TIMES]
@@ -50,6 +49,3 @@ class Times(Bare):
     def prepare_inputs(self, batch: Any, timestep_quantile: float | None = None) -> Any:
         point = torch.tensor([isinstance(timestep_quantile, FixedTime), timestep_quantile])
         return Batch(len(batch["sample_id"]), {"point": point})
-
-    def prepare_into(self, batch: Any, empty: Any, timestep_quantile: float | None = None) -> Any:
-        return self.prepare_inputs(batch, timestep_quantile)

@@ -23,6 +23,8 @@ def test_a_clip_folder_compares_images_and_texts(tmp_path: Path) -> None:
     assert images.shape == (3, 12)
     assert texts.shape == (2, 12)
     assert torch.allclose(texts.norm(dim=1), torch.ones(2))
+    write_clip(tmp_path / "parts" / "judge")
+    assert load_feature_model(tmp_path / "parts", CPU).reads_text, "as the parts stage writes it"
 
 
 def test_a_vision_folder_gives_its_pooled_output(tmp_path: Path) -> None:
@@ -43,17 +45,9 @@ def test_the_side_is_that_of_the_crop(tmp_path: Path) -> None:
     assert load_feature_model(tmp_path, CPU).side == 40
 
 
-def test_a_folder_without_a_judge_is_refused(tmp_path: Path) -> None:
+def test_folders_without_usable_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has no judge and no preprocessor_config.json; give a folder of `sd3-light"):
         load_feature_model(tmp_path, CPU)
-
-
-def test_the_folder_of_the_parts_stage_has_its_judge_inside(tmp_path: Path) -> None:
-    write_clip(tmp_path / "judge")
-    assert load_feature_model(tmp_path, CPU).reads_text
-
-
-def test_weights_other_than_safetensors_are_refused(tmp_path: Path) -> None:
     write_vision(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     torch.save({}, tmp_path / "pytorch_model.bin")

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -108,29 +109,18 @@ def test_an_export_is_proven_and_reads_back(tmp_path: Path, base: Path, kind: di
             assert torch.allclose(back[name].delta(), module.delta(), atol=2e-2)
 
 
-def seen_requests(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Record what clean processes are asked."""
-    requests: list[dict[str, Any]] = []
-
-    def recording(file: Path, work: Path, request: dict[str, Any], inputs: dict[str, Tensor]) -> Any:
-        requests.append(request)
-        return run_clean_process(file, work, request, inputs)
-
-    monkeypatch.setattr(export_adapter, "run_clean_process", recording)
-    return requests
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
 def test_an_adapter_of_any_dtype_is_proven_on_a_base_in_half_precision(
     tmp_path: Path, half_base: Path, monkeypatch: pytest.MonkeyPatch, kind: dict[str, Any], dtype: torch.dtype
 ) -> None:
     """Both sides hold the base in its own dtype, and the file's values are not rounded to it."""
-    requests = seen_requests(monkeypatch)
+    process = Mock(wraps=run_clean_process)
+    monkeypatch.setattr(export_adapter, "run_clean_process", process)
     spec = spec_of(half_base, dtype, **kind)
     out = write_adapter(tmp_path / "out", trained(half_base, spec.adapter), spec)
     record = json.loads((out / "proof.json").read_text())
-    assert [request["base_dtype"] for request in requests] == ["bfloat16"]
+    assert [call.args[2]["base_dtype"] for call in process.call_args_list] == ["bfloat16"]
     assert record["max_difference"] < 1e-5
     assert record["change_of_output"] > 0.005, "the adapter has an effect"
 
@@ -294,11 +284,7 @@ def test_a_failed_save_keeps_the_earlier_lora(tmp_path: Path, base: Path, monkey
         write_trained(path, {name: factor * weight for name, weight in weights.items()}, transformer, adapter)
         contents.add(before := path.read_bytes())
     assert len(contents) == 2
-
-    def fail(*_: object, **__: object) -> Path:
-        raise OSError("no space left")
-
-    monkeypatch.setattr(export_adapter, "write_lora", fail)
+    monkeypatch.setattr(export_adapter, "write_lora", Mock(side_effect=OSError("no space left")))
     with pytest.raises(OSError, match="no space left"):
         write_trained(path, weights, transformer, adapter)
     assert path.read_bytes() == before

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -67,10 +68,7 @@ def test_a_resumed_run_links_the_best_export_before_its_step(tmp_path: Path) -> 
 def test_a_file_system_without_links_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(Path, "symlink_to", refuse)
+    monkeypatch.setattr(Path, "symlink_to", Mock(side_effect=PermissionError(1, "Operation not permitted")))
     mark_best(make_exports(tmp_path, 2)[0])
     assert "cannot be written (Operation not permitted); the best export is step-00000002" in capsys.readouterr().err
     assert module.best_name(tmp_path) is None

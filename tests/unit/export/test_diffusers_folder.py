@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -238,10 +239,7 @@ def test_a_full_disk_keeps_the_earlier_export(
 ) -> None:
     write_folder(tmp_path / "out", state, spec(demo_parts))
     before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
-
-    def disk_full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
+    disk_full = Mock(side_effect=OSError(28, "No space left on device"))
     monkeypatch.setattr(SD3Transformer2DModel, "save_pretrained", disk_full)
     with pytest.raises(OSError, match="No space left"):
         write_folder(tmp_path / "out", {name: tensor + 1 for name, tensor in state.items()}, spec(demo_parts))

@@ -68,18 +68,19 @@ class Trained:
             for track in power_tracks(self.config.ema)
             for name, tensor in self.averages.tracks[track].shadow.items()
         }
-        progress = {"step": step, "samples": 4 * step, "skipped": 0, "position": step}
-        facts = {**snapshot_metadata(self.config.ema, step), "progress": progress, "model": ModelFacts().as_dict()}
-        write_checkpoint(self.run / "ema", step, tensors, facts)
+        self.write("ema", step, tensors, snapshot_metadata(self.config.ema, step))
 
     def checkpoint(self, step: int) -> None:
         tensors = {f"param/{name}": tensor for name, tensor in self.weights.items()}
         for track, average in self.averages.tracks.items():
             kind = "ema" if track == "ema" else f"ema.{track}"
             tensors |= {f"{kind}/{name}": tensor for name, tensor in average.shadow.items()}
+        self.write("checkpoints", step, tensors, {})
+
+    def write(self, kind: str, step: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         progress = {"step": step, "samples": 4 * step, "skipped": 0, "position": step}
-        facts = {"progress": progress, "model": ModelFacts().as_dict()}
-        write_checkpoint(self.run / "checkpoints", step, tensors, facts)
+        facts |= {"progress": progress, "model": ModelFacts().as_dict()}
+        write_checkpoint(self.run / kind, step, tensors, facts)
 
 
 @pytest.fixture(scope="module")

@@ -90,31 +90,23 @@ def test_the_last_export_and_that_with_the_lowest_validation_loss_are_kept(
 
 
 @pytest.mark.parametrize("save", ["save_model", "save_full_model"])
-def test_a_name_is_enough(tmp_path: Path, transformer: Denoiser, written: States, save: str) -> None:
+def test_a_name_is_enough_and_only_the_main_process_writes(
+    tmp_path: Path, transformer: Denoiser, written: States, monkeypatch: pytest.MonkeyPatch, save: str
+) -> None:
     """It saves the live weights under their stock diffusers names."""
     transformer.context_embedder.requires_grad_(False)
     saver = Saver.of(config(tmp_path), transformer, tmp_path / "exports")
     with torch.no_grad():
         transformer.proj_out.bias.add_(3)
     before = {name: tensor.clone() for name, tensor in transformer.state_dict().items()}
-    assert getattr(saver, save)("mine") == tmp_path / "exports" / "mine"
-    assert all(torch.equal(written[0][name], tensor) for name, tensor in before.items())
-    assert set(written[0]) == set(before)
-    assert torch.equal(transformer.proj_out.bias, before["proj_out.bias"])
-
-
-def test_only_the_main_process_writes(
-    tmp_path: Path,
-    transformer: Denoiser,
-    written: States,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    saver = Saver.of(config(tmp_path), transformer, tmp_path / "exports")
     monkeypatch.setattr(module.dist, "is_initialized", lambda: True)
     for rank, count in ((1, 0), (0, 1)):
         monkeypatch.setattr(module.dist, "get_rank", lambda rank=rank: rank)
-        assert saver.save_full_model("mine") == tmp_path / "exports" / "mine"
+        assert getattr(saver, save)("mine") == tmp_path / "exports" / "mine"
         assert len(written) == count
+    assert all(torch.equal(written[0][name], tensor) for name, tensor in before.items())
+    assert set(written[0]) == set(before)
+    assert torch.equal(transformer.proj_out.bias, before["proj_out.bias"])
 
 
 def test_the_config_is_exported_without_secrets(tmp_path: Path, transformer: Denoiser, written: States) -> None:

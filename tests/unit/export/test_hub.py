@@ -1,12 +1,12 @@
 """Uploads to the hub without network: the library's offline mode, and a fake with the real signatures."""
 
 import hashlib
-import inspect
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import create_autospec
 
 import huggingface_hub.constants
 import pytest
@@ -26,44 +26,6 @@ from tests.fake_hub import FakeHub, serve_hub, use_hub
 
 TARGET = Target("me/model")
 HTTP_ERROR = HfHubHTTPError.__bases__[0]
-
-
-class RecordedApi(HfApi):
-    """Accepts exactly the calls that the real API accepts, and knows a repository with these files."""
-
-    def __init__(self, error: Exception | None = None, files: Mapping[str, bytes] | None = None) -> None:
-        super().__init__(token="hf_x")
-        self.calls: list[tuple[str, dict[str, Any]]] = []
-        self.error, self.files = error, files
-
-    def _record(self, name: str, *args: Any, **kwargs: Any) -> None:
-        bound = inspect.signature(getattr(HfApi, name)).bind(self, *args, **kwargs)
-        self.calls.append((name, {key: value for key, value in bound.arguments.items() if key != "self"}))
-        if self.error is not None:
-            raise self.error
-
-    def whoami(self, *args: Any, **kwargs: Any) -> Any:
-        self._record("whoami", *args, **kwargs)
-
-    def repo_info(self, *args: Any, **kwargs: Any) -> Any:
-        self._record("repo_info", *args, **kwargs)
-        if self.files is None:
-            raise refusal(404, "Repository not found", RepositoryNotFoundError)
-        return SimpleNamespace(sha="a" * 40, private=True)
-
-    def list_repo_tree(self, *args: Any, **kwargs: Any) -> Any:
-        self._record("list_repo_tree", *args, **kwargs)
-        for name, data in (self.files or {}).items():
-            blob = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-            lfs = {"size": len(data), "oid": hashlib.sha256(data).hexdigest(), "pointerSize": 130}
-            yield RepoFile(path=name, size=len(data), oid=blob, lfs=lfs if name.endswith(".safetensors") else None)
-
-    def create_repo(self, *args: Any, **kwargs: Any) -> Any:
-        self._record("create_repo", *args, **kwargs)
-        return "https://huggingface.co/me/model"
-
-    def create_commit(self, *args: Any, **kwargs: Any) -> Any:
-        self._record("create_commit", *args, **kwargs)
 
 
 CARD = """---
@@ -100,10 +62,10 @@ def export(tmp_path: Path) -> Path:
     return tmp_path / "export"
 
 
-def committed(api: RecordedApi) -> dict[str, Any]:
+def committed(api: Any) -> dict[str, Any]:
     """Return what the only commit added, as name -> path or bytes, and deleted, as name -> None."""
-    (operations,) = [call["operations"] for name, call in api.calls if name == "create_commit"]
-    return {each.path_in_repo: getattr(each, "path_or_fileobj", None) for each in operations}
+    (call,) = api.create_commit.call_args_list
+    return {each.path_in_repo: getattr(each, "path_or_fileobj", None) for each in call.args[1]}
 
 
 def refusal(status: int, message: str, kind: type[HfHubHTTPError] = HfHubHTTPError) -> HfHubHTTPError:
@@ -113,13 +75,33 @@ def refusal(status: int, message: str, kind: type[HfHubHTTPError] = HfHubHTTPErr
     return kind("refused", response=library.Response(status, request=request), server_message=message)
 
 
+def recorded_api(error: Exception | None = None, files: Mapping[str, bytes] | None = None) -> Any:
+    """Return an API that accepts exactly the calls of the real one, and knows a repository with these files."""
+    api = create_autospec(HfApi, instance=True)
+    api.whoami.side_effect = api.create_repo.side_effect = error
+    api.repo_info.side_effect = error
+    if files is None:
+        api.repo_info.side_effect = error or refusal(404, "Repository not found", RepositoryNotFoundError)
+    api.repo_info.return_value = SimpleNamespace(sha="a" * 40, private=True)
+    api.create_repo.return_value = "https://huggingface.co/me/model"
+    api.list_repo_tree.return_value = tree = []
+    for name, data in (files or {}).items():
+        blob = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+        lfs = {"size": len(data), "oid": hashlib.sha256(data).hexdigest(), "pointerSize": 130}
+        tree.append(RepoFile(path=name, size=len(data), oid=blob, lfs=lfs if name.endswith(".safetensors") else None))
+    return api
+
+
+def called(api: Any) -> list[str]:
+    return [call[0] for call in api.method_calls]
+
+
 def test_a_folder_becomes_a_private_repository(export: Path) -> None:
-    api = RecordedApi()
+    api = recorded_api()
     plan = prepare_upload(export, TARGET, api)
-    assert [name for name, _ in api.calls] == ["repo_info"], "a plan changes nothing"
+    assert called(api) == ["repo_info"], "a plan changes nothing"
     assert push(plan, api) == "https://huggingface.co/me/model"
-    created = next(call for name, call in api.calls if name == "create_repo")
-    assert (created["repo_id"], created["exist_ok"], created["private"]) == ("me/model", True, True)
+    api.create_repo.assert_called_once_with("me/model", private=True, exist_ok=True)
     added = committed(api)
     assert set(added) == set(FILES) - {"config.toml", ".notes"}, "the config contains paths of the training machine"
     assert added["transformer/a.safetensors"] == str(export / "transformer/a.safetensors")
@@ -129,7 +111,7 @@ def test_a_folder_becomes_a_private_repository(export: Path) -> None:
 def test_a_plan_names_what_is_new_changed_unchanged_and_deleted(export: Path) -> None:
     known = {**FILES, "proof.json": b"[]", "old.safetensors": b"", "notes.txt": b"", "transformer/a.safetensors": b"w"}
     known.pop("LICENSE")
-    api = RecordedApi(files=known)
+    api = recorded_api(files=known)
     plan = prepare_upload(export, TARGET, api)
     assert plan.rows == [
         ("LICENSE", f"{len(NO_LICENCE_FILE)} B", "new"),
@@ -142,15 +124,17 @@ def test_a_plan_names_what_is_new_changed_unchanged_and_deleted(export: Path) ->
     push(plan, api)
     names = ("LICENSE", "proof.json", "transformer/a.safetensors", "config.toml", "old.safetensors")
     assert set(committed(api)) == set(names), "what the plan says is done, and nothing else"
-    assert api.calls[-1][1]["parent_commit"] == "a" * 40, "the hub refuses it if the repository has changed"
+    assert api.create_commit.call_args.kwargs["parent_commit"] == "a" * 40, (
+        "the hub refuses it if the repository has changed"
+    )
     unchanged = {name: FILES[name] for name in FILES if name not in ("config.toml", ".notes")}
-    api = RecordedApi(files=unchanged)
+    api = recorded_api(files=unchanged)
     push(prepare_upload(export, TARGET, api), api)
-    assert "create_commit" not in [name for name, _ in api.calls]
+    assert "create_commit" not in called(api)
 
 
 def test_a_licence_is_stated_in_the_card_and_a_public_repository_needs_one(export: Path) -> None:
-    plan = prepare_upload(export, Target("me/model", "apache-2.0"), RecordedApi())
+    plan = prepare_upload(export, Target("me/model", "apache-2.0"), recorded_api())
     data = ModelCard(plan.card).data.to_dict()
     assert (data["license"], data["tags"], plan.licence) == ("apache-2.0", ["sd3"], "apache-2.0")
     assert not data.keys() & {"license_name", "license_link"}
@@ -158,29 +142,29 @@ def test_a_licence_is_stated_in_the_card_and_a_public_repository_needs_one(expor
     assert "LICENSE" not in [file.name for file in plan.files], "it says that there is none"
     assert (export / "README.md").read_text() == CARD
     (export / "LICENSE").write_text("the text of a licence")
-    assert "LICENSE" in [file.name for file in prepare_upload(export, TARGET, RecordedApi()).files]
-    api = RecordedApi()
+    assert "LICENSE" in [file.name for file in prepare_upload(export, TARGET, recorded_api()).files]
+    api = recorded_api()
     with pytest.raises(UserError, match=r"its card states no licence; give one with --license"):
         push(prepare_upload(export, Target("me/model", public=True), api), api)
-    assert [name for name, _ in api.calls] == ["repo_info"]
+    assert called(api) == ["repo_info"]
     push(prepare_upload(export, Target("me/model", "mit", True), api), api)
-    assert next(call for name, call in api.calls if name == "create_repo")["private"] is False
+    assert api.create_repo.call_args.kwargs["private"] is False
 
 
 def test_a_file_that_changed_since_the_plan_is_not_uploaded(export: Path) -> None:
-    api = RecordedApi()
+    api = recorded_api()
     plan = prepare_upload(export, TARGET, api)
     (export / "proof.json").write_text('{"new": 1}')
     with pytest.raises(UserError, match=r"proof.json has changed since the upload was planned"):
         push(plan, api)
-    assert [name for name, _ in api.calls] == ["repo_info"]
+    assert called(api) == ["repo_info"]
 
 
 def test_an_adapters_file_gets_a_card(tmp_path: Path) -> None:
     modules = {"transformer_blocks.0.attn.to_q": LoraModule(torch.ones(2, 8), torch.ones(8, 2))}
     facts = {"base": "stabilityai/sd3", "adapter": {"rank": 2, "alpha": 2}, "step": 7, "weights": "a|b"}
     file = write_lora(tmp_path / "mine.safetensors", modules, facts=facts)
-    api = RecordedApi(files={"other.safetensors": b""})
+    api = recorded_api(files={"other.safetensors": b""})
     plan = prepare_upload(file, TARGET, api)
     data = ModelCard(plan.card).data.to_dict()
     assert (data["base_model"], data["license_name"]) == ("stabilityai/sd3", "not-stated")
@@ -190,32 +174,32 @@ def test_an_adapters_file_gets_a_card(tmp_path: Path) -> None:
     push(plan, api)
     assert committed(api) == {"README.md": plan.card.encode(), "mine.safetensors": str(file)}, "no file is deleted"
     save_file({"x.lora_A.weight": torch.ones(1, 2), "x.lora_B.weight": torch.ones(2, 1)}, tmp_path / "a.safetensors")
-    card = prepare_upload(tmp_path / "a.safetensors", TARGET, RecordedApi()).card
+    card = prepare_upload(tmp_path / "a.safetensors", TARGET, recorded_api()).card
     assert "SD3-Light" not in card, "that of another program"
     assert "base_model" not in ModelCard(card).data.to_dict()
 
 
 def test_errors_have_no_token_and_other_inputs_are_refused(export: Path, tmp_path: Path) -> None:
     for message in ("Illegal header value b'Bearer secret-1'", "bad token hf_abc123"):
-        plan = prepare_upload(export, TARGET, RecordedApi(HTTP_ERROR(message)))
+        plan = prepare_upload(export, TARGET, recorded_api(HTTP_ERROR(message)))
         assert "***" in plan.problem
         assert "secret-1" not in plan.problem
         assert "hf_abc123" not in plan.problem
     (tmp_path / "secret").write_text("private")
     (export / "more.json").symlink_to(tmp_path / "secret")
     with pytest.raises(UserError, match=r"more.json is a link, which may lead elsewhere"):
-        prepare_upload(export, TARGET, RecordedApi())
+        prepare_upload(export, TARGET, recorded_api())
     (export / "more.json").unlink()
     os.mkfifo(export / "pipe")
     with pytest.raises(UserError, match=r"pipe is not a regular file"):
-        prepare_upload(export, TARGET, RecordedApi())
+        prepare_upload(export, TARGET, recorded_api())
     with pytest.raises(UserError, match=r"is not an export: it has no proof.json"):
-        prepare_upload(tmp_path, TARGET, RecordedApi())
+        prepare_upload(tmp_path, TARGET, recorded_api())
     with pytest.raises(UserError, match=r"secret is neither the folder of an export nor the \.safetensors file"):
-        prepare_upload(tmp_path / "secret", TARGET, RecordedApi())
+        prepare_upload(tmp_path / "secret", TARGET, recorded_api())
     save_file({"transformer.weight": torch.ones(1)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=r"is not an adapter's file: .* upload a model as a folder"):
-        prepare_upload(tmp_path / "model.safetensors", TARGET, RecordedApi())
+        prepare_upload(tmp_path / "model.safetensors", TARGET, recorded_api())
 
 
 def test_a_real_upload_to_a_local_hub(export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,12 +233,12 @@ def test_a_real_upload_to_a_local_hub(export: Path, tmp_path: Path, monkeypatch:
     ],
 )
 def test_an_invalid_name_or_licence_is_refused_before_any_request(target: Target) -> None:
-    hub = RecordedApi()
+    hub = recorded_api()
     fault = r"--license .*: not an id of the hub" if target.licence else "not a valid repository name; pass USER/NAME"
     for call in (lambda: check_push(target, hub), lambda: prepare_upload(Path("nowhere"), target, hub)):
         with pytest.raises(UserError, match=fault):
             call()
-    assert not hub.calls
+    assert called(hub) == []
 
 
 @pytest.fixture
@@ -288,5 +272,5 @@ def test_offline_is_one_line_and_leaves_a_plan(export: Path, offline: None, monk
 )
 def test_errors_of_the_hub_are_one_line(export: Path, error: Exception, message: str) -> None:
     with pytest.raises(UserError, match=message) as raised:
-        push(Upload(export, TARGET, ()), api=RecordedApi(error))
+        push(Upload(export, TARGET, ()), api=recorded_api(error))
     assert "\n" not in str(raised.value)

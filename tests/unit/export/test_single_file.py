@@ -454,26 +454,24 @@ def test_frozen_parts_must_be_complete(tmp_path: Path, folder_of: FolderOf, name
         read_single_file(file, None, tmp_path / "out")
 
 
-@pytest.mark.parametrize("size", [4, 100, -1])
-def test_a_truncated_file_is_refused(tmp_path: Path, folder_of: FolderOf, size: int) -> None:
-    file = write_single_file(folder_of("square"), tmp_path / "m.safetensors").path
-    file.write_bytes(file.read_bytes()[:size])
+CONTRADICTION = '{"config": {"num_layers": 2}, "true_blocks": 2, "blocks_in_file": 1}'
+
+
+@pytest.mark.parametrize("damage", [4, 100, -1, "no JSON", "[]", '{"config": {}}', CONTRADICTION])
+def test_a_truncated_file_and_damaged_metadata_are_refused(
+    tmp_path: Path, folder_of: FolderOf, damage: int | str
+) -> None:
+    file = write_single_file(folder_of("square"), tmp_path / "m.safetensors", vae=False).path
+    message = r"its metadata 'sd3_light' (is damaged|has contradictory block counts)"
+    if isinstance(damage, str):
+        save_file(load_file(file), file, {"sd3_light": damage})
+    else:
+        file.write_bytes(file.read_bytes()[:damage])
+        message = r"m\.safetensors is not a complete safetensors file \(it.*download or write it again"
     for read in (lambda: transformer_from_single_file(file), lambda: read_single_file(file, None, tmp_path / "out")):
-        with pytest.raises(
-            UserError, match=r"m\.safetensors is not a complete safetensors file \(it.*download or write it again"
-        ):
+        with pytest.raises(UserError, match=message):
             read()
     assert os.listdir(tmp_path) == ["m.safetensors"]
-
-
-@pytest.mark.parametrize("metadata", ["no JSON", "[]", '{"config": {}}', "contradiction"])
-def test_damaged_metadata_is_refused(tmp_path: Path, folder_of: FolderOf, metadata: str) -> None:
-    file = write_single_file(folder_of("square"), tmp_path / "m.safetensors", vae=False).path
-    if metadata == "contradiction":
-        metadata = json.dumps({"config": {"num_layers": 2}, "true_blocks": 2, "blocks_in_file": 1})
-    save_file(load_file(file), file, {"sd3_light": metadata})
-    with pytest.raises(UserError, match=r"its metadata 'sd3_light' (is damaged|has contradictory block counts)"):
-        transformer_from_single_file(file)
 
 
 def test_other_files_are_refused_and_nothing_is_overwritten(tmp_path: Path, folder_of: FolderOf) -> None:

@@ -98,7 +98,7 @@ def test_check_accepts_what_new_writes(
     project = new.run(kind, str(raw_project.images), str(folder), tmp_path, resolution=64, gpus=GPU)
     loaded = check.load(project.train_toml)
     estimate = check.run(loaded)
-    assert estimate.gpu.total == project.plan.needed, "new plans with the formula of check"
+    assert estimate.gpu.total == project.memory.needed, "new plans with the formula of check"
     text = project.train_toml.read_text(encoding="utf-8")
     table = tomllib.loads(text)
     assert "SD3" not in text

@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from sd3_light.config import TrainConfig
+from sd3_light.config.base import recomputed_blocks
 from sd3_light.config.schema_blocks import LayerSyncConfig
 from sd3_light.core.batch import Batch
+from sd3_light.core.model import denoiser_blocks
 from sd3_light.core.objective import Objective, Objectives, Prediction
 from sd3_light.core.registry import family_named
 from sd3_light.families.stock.model import StockModel
@@ -134,3 +137,33 @@ def test_attention_of_single_blocks_of_flux_gets_contiguous_gradients() -> None:
         results.append({name: weight.grad for name, weight in denoiser.named_parameters() if weight.grad is not None})
     stock, fast = results
     assert all(torch.equal(fast[name], gradient) for name, gradient in stock.items())
+
+
+# --- recomputed activations ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("level", "blocks", "expected"), [(False, 24, 0), (True, 24, 24), ("host", 24, 24), (0.5, 5, 3), (0.01, 24, 1)]
+)
+def test_the_number_of_recomputed_blocks(level: Any, blocks: int, expected: int) -> None:
+    assert recomputed_blocks(level, blocks) == expected
+
+
+@pytest.mark.parametrize("level", [0.0, 1.0, 1.5, -0.5, 2, "half", float("nan")])
+def test_other_levels_are_refused(level: Any) -> None:
+    with pytest.raises(ValidationError, match="activation_checkpointing"):
+        config(activation_checkpointing=level)
+
+
+@pytest.mark.parametrize("level", [False, 0.5, True])
+def test_the_first_blocks_are_computed_twice(level: Any) -> None:
+    denoiser = make_denoiser("flux")
+    runs: list[int] = []
+    blocks = denoiser_blocks(denoiser)
+    for number, block in enumerate(blocks):
+        block.register_forward_pre_hook(lambda *_, number=number: runs.append(number))
+    module = FLUX.training.model(denoiser, config(activation_checkpointing=level), fast=False)
+    module(flux_batch())["loss"].backward()
+    again = recomputed_blocks(level, len(blocks))
+    assert len(blocks) > 2
+    assert runs == [*range(len(blocks)), *reversed(range(again))]

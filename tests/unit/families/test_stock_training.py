@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from sd3_light.data.stream import MicroBatches
 from sd3_light.engines import Launch
 from sd3_light.engines.feed import make_order, open_cache
 from sd3_light.model import host_inputs
+from sd3_light.tasks import launch_reward_task
 from sd3_light.train import verb as train
 from sd3_light.train.verb import Resume
 from tests.checkpoints import same, tensors
@@ -100,7 +102,10 @@ def test_a_block_is_aligned_with_cached_features(project: Project, tables: str) 
         shutil.rmtree(project.folder / name)
         write_cache(project.folder / name, family_of(table), table, BUCKETS)
     keys = ("objective.flow={}", "objective.alignment={until=0.75}")
-    assert "param/heads.alignment.weight" in require_exact_resume(project, *keys)
+    whole = tensors(run(project, "whole", *keys) / LAST)
+    resume = Resume(project.folder / "whole" / "checkpoints" / checkpoint_name(2))  # its end depends on the whole
+    assert "param/heads.alignment.weight" in whole
+    assert same(whole, tensors(run(project, "again", *keys, resume=resume) / LAST))
     terms = [event["alignment"] for event in project.events("step", "whole")]
     assert all(0.5 < term < 1.5 for term in terms[:3])
     assert terms[3] == 0
@@ -280,3 +285,58 @@ def test_a_training_adapter_is_in_the_loss_alone(project: Project) -> None:
     whole = require_exact_resume(project, *keys)
     assert project.losses("whole")[1] != pytest.approx(project.losses("plain")[1], rel=1e-5)
     assert whole.keys() == plain.keys()
+
+
+# --- towards a score -----------------------------------------------------------------------------
+
+REWARD = """
+[reward]
+score = "python"
+prompts = "prompts.txt"
+prompts_per_draw = 2
+images_per_prompt = 2
+every_n_steps = 3
+steps = 2
+"""
+REWARDED = ["flux", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen_image", "sana", "z_image"))]
+
+
+def reward(project: Project, tables: str = "") -> None:
+    (project.folder / "prompts.txt").write_text("a cat\na dog\n", encoding="utf-8")
+    project.train_toml.write_text(project.train_toml.read_text() + tables + REWARD)
+
+
+def brightness(images: Any, prompts: Sequence[str]) -> Any:
+    return images.mean((1, 2, 3))
+
+
+@pytest.mark.parametrize("project", REWARDED, indirect=True)
+@pytest.mark.parametrize("tables", ["", LORA], ids=["full", "lora"])
+def test_a_rewarded_run_resumes_exactly_inside_a_window(project: Project, tables: str) -> None:
+    reward(project, tables)
+
+    def trained(name: str, resume: Resume | None = None) -> dict[str, Tensor]:
+        keys = [f'output_dir="{name}"', "checkpoint_every_n_steps=1", "micro_batch_size_per_gpu=2"]
+        launch_reward_task(project.train_toml, brightness, keys, resume)
+        return tensors(project.folder / name / "checkpoints" / LAST)
+
+    whole = trained("whole")
+    resumed = trained("again", Resume(project.folder / "whole" / "checkpoints" / checkpoint_name(2)))
+    assert same(whole, resumed)
+    events = project.events("reward", "whole")
+    assert [event["step"] for event in events] == [0, 3]
+    assert all(event["diversity"] > 0.3 for event in events)
+    assert ("distance" in events[1]) == bool(tables)
+    assert [event["flow"] > 0 for event in project.events("eval", "whole")], "the evaluation set has its flow loss"
+
+
+@pytest.mark.parametrize("project", REWARDED, indirect=True)
+def test_check_states_what_drawing_takes(project: Project) -> None:
+    plain = check.run(check.load(project.train_toml))
+    reward(project)
+    drawn = check.run(check.load(project.train_toml))
+    assert plain.drawing is None
+    assert drawn.drawing.startswith("4 images of 64x64 every 3 steps in 2 sampler steps, ")
+    rows = [estimate.data.rows[0].step_flops.value for estimate in (plain, drawn)]
+    assert rows[1] > rows[0], "the teacher's pass and drawing"
+    assert drawn.setup.other_models > plain.setup.other_models, "the VAE is on the device while images are decoded"

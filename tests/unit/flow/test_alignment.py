@@ -81,15 +81,13 @@ def test_projectors_map_the_grid(kind: Any) -> None:
     assert isinstance(projector, nn.Conv2d) is (kind == "conv")
 
 
-def test_the_gradient_reaches_tokens_and_projector_and_not_the_features() -> None:
+def test_the_gradient_reaches_tokens_and_projector_until_the_term_ends() -> None:
     objective = FeatureAlignment(WIDTH, WIDTH, 1, AlignmentTerm())
     tokens = tokens_of(features()).requires_grad_()
     loss(objective, tokens, teacher=features()).mean().backward()
     assert tokens.grad.abs().sum() > 0
     assert all(weight.grad is not None for weight in objective.heads["alignment"].parameters())
-
-
-def test_the_term_ends_at_its_share_with_gradients_of_zero() -> None:
+    # the term ends at its share, with gradients of 0
     objective = FeatureAlignment(WIDTH, WIDTH, 1, AlignmentTerm(until=0.25))
     assert objective.draws
     assert not FeatureAlignment(WIDTH, WIDTH, 1, AlignmentTerm()).draws

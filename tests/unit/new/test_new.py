@@ -26,7 +26,7 @@ from sd3_light.cost.gpu_memory import gpu_memory
 from sd3_light.families.sd3.cost import SD3Cost
 from sd3_light.new import verb as new
 from sd3_light.new.kinds import KINDS
-from sd3_light.new.memory_plan import MemoryPlan, plan_memory
+from sd3_light.new.memory_choice import MemoryChoice, choose_memory
 from sd3_light.new.project_text import TextValues, data_toml, train_toml
 from sd3_light.new.verb import NewProject
 from sd3_light.recipes import FOLDER as RECIPES
@@ -51,8 +51,8 @@ def test_check_accepts_what_new_writes(tmp_path: Path, images: str, kind: str) -
     project = new.run(kind, images, str(DEMO), tmp_path, gpus=gpu(24))
     estimate = check.run(check.load(project.train_toml))
     assert (estimate.data.samples, estimate.total_steps) == (40, project.steps)
-    assert estimate.gpu.total == project.plan.needed, "new plans with the formula of check"
-    assert project.plan.fits
+    assert estimate.gpu.total == project.memory.needed, "new plans with the formula of check"
+    assert project.memory.fits
     train = tomllib.loads(project.train_toml.read_text(encoding="utf-8"))
     assert len(set(train["sampling"]["prompts"])) == 4
     captions = {path.read_text(encoding="utf-8") for path in Path(images).rglob("*.txt")}
@@ -65,7 +65,7 @@ def test_check_accepts_what_new_writes(tmp_path: Path, images: str, kind: str) -
 def test_every_kind_keeps_the_values_of_its_recipe(name: str) -> None:
     kind = KINDS[name]
     micro_batch = 8 if kind.batch > 8 else 2
-    plan = MemoryPlan(micro_batch, kind.batch // micro_batch, "selective")
+    plan = MemoryChoice(micro_batch, kind.batch // micro_batch, "selective")
     prompts = ('a "quoted" word', "back\\slash", "一只猫")
     values = TextValues(name, "images", "owner/model", 256, plan, 77, epoch_steps=1000, prompts=prompts)
     text = train_toml(kind, values)
@@ -105,7 +105,7 @@ def test_icons_on_a_cpu_are_planned_for_an_hour(
     monkeypatch.setattr(check, "cpu_speed", lambda *_: 1e10)
     project = new.run("icons", images, str(DEMO), tmp_path / "cpu")
     train = tomllib.loads(project.train_toml.read_text(encoding="utf-8"))
-    assert (train["model"]["shape"], project.plan.samples_per_step) == ({"num_layers": 4, "num_heads": 4}, 16)
+    assert (train["model"]["shape"], project.memory.samples_per_step) == ({"num_layers": 4, "num_heads": 4}, 16)
     assert 100 <= project.steps < 2000, "40 images, and an hour of half a core"
     assert re.match(r"(at most|about) (59 min \d+ s|1 h) of training steps", project.time)
     assert project.steps == check.run(check.load(project.train_toml)).total_steps
@@ -136,18 +136,18 @@ def test_few_images_are_not_repeated_for_10000_steps(tmp_path: Path, images: str
 
 
 def test_unequal_gpus_are_planned_by_the_smallest(tmp_path: Path, images: str) -> None:
-    both = new.run("icons", images, str(DEMO), tmp_path / "both", gpus=(*gpu(140), *gpu(6))).plan
+    both = new.run("icons", images, str(DEMO), tmp_path / "both", gpus=(*gpu(140), *gpu(6))).memory
     assert both.available == 6 * GIB
     assert both.fits
     assert both.processes == 2
-    equal = new.run("icons", images, str(DEMO), tmp_path / "equal", gpus=gpu(6) * 2).plan
+    equal = new.run("icons", images, str(DEMO), tmp_path / "equal", gpus=gpu(6) * 2).memory
     assert both == equal
 
 
 def test_less_memory_gives_smaller_batches_and_then_checkpointing(tmp_path: Path, images: str) -> None:
     plans = []
     for number, gib in enumerate((80, 16, 6, 4)):
-        plan = new.run("icons", images, str(DEMO), tmp_path / str(number), gpus=gpu(gib)).plan
+        plan = new.run("icons", images, str(DEMO), tmp_path / str(number), gpus=gpu(gib)).memory
         assert plan.fits, gib
         assert plan.samples_per_step == 1024, "accumulation keeps the batch"
         assert plan.needed is not None
@@ -157,7 +157,7 @@ def test_less_memory_gives_smaller_batches_and_then_checkpointing(tmp_path: Path
     assert plans[1][0] < 1024
     assert plans[1][1] is False
     assert plans[-1][1] is True
-    smallest = new.run("icons", images, str(DEMO), tmp_path / "smallest", gpus=gpu(1)).plan
+    smallest = new.run("icons", images, str(DEMO), tmp_path / "smallest", gpus=gpu(1)).memory
     assert (smallest.micro_batch, smallest.checkpointing, smallest.fits) == (1, True, False)
     assert [size for size, _ in plans] == sorted((size for size, _ in plans), reverse=True)
 
@@ -173,10 +173,10 @@ def medium_in(folder: Path, images: str) -> tuple[NewProject, TrainConfig, check
 
 def test_less_memory_releases_gradients_then_narrows_weights(tmp_path: Path, images: str) -> None:
     project, train, medium = medium_in(tmp_path, images)
-    assert not project.plan.release
+    assert not project.memory.release
     chosen = {}
     for gib in (80, 40, 24, 22, 12):
-        plan = plan_memory(medium, train, KINDS["finetune"], gpu(gib))
+        plan = choose_memory(medium, train, KINDS["finetune"], gpu(gib))
         assert plan.fits, gib
         assert (plan.accumulation == 1) or not plan.release
         chosen[gib] = (plan.release, plan.narrow, plan.averages)
@@ -196,9 +196,9 @@ def test_less_memory_releases_gradients_then_narrows_weights(tmp_path: Path, ima
         22: (True, False, False),
         12: (True, True, False),
     }
-    without_gpu = plan_memory(medium, train, KINDS["finetune"], ())
+    without_gpu = choose_memory(medium, train, KINDS["finetune"], ())
     assert without_gpu.samples_per_step == KINDS["finetune"].batch > without_gpu.micro_batch
-    several = plan_memory(medium, train, KINDS["finetune"], gpu(12) * 2)
+    several = choose_memory(medium, train, KINDS["finetune"], gpu(12) * 2)
     assert not several.release, "several GPUs shard the weights"
 
 
@@ -206,7 +206,7 @@ def test_all_weights_that_do_not_fit_get_blocks_in_host_memory(
     tmp_path: Path, images: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     project, train, medium = medium_in(tmp_path, images)
-    plans = [plan_memory(medium, train, KINDS["finetune"], gpu(gib)) for gib in (12, 10, 8, 1.5)]
+    plans = [choose_memory(medium, train, KINDS["finetune"], gpu(gib)) for gib in (12, 10, 8, 1.5)]
     assert [plan.fits for plan in plans] == [True, True, True, False]
     assert 0 == plans[0].swap_blocks < plans[1].swap_blocks < plans[2].swap_blocks < plans[3].swap_blocks == 24
     blocks = medium.setup.cost.layer_parameters[1:-1]
@@ -223,19 +223,19 @@ def test_all_weights_that_do_not_fit_get_blocks_in_host_memory(
     )
     setup = replace(medium.setup, swapped=train.swap_blocks, release=True, checkpointing=True, batch=1, ema_tracks=0)
     assert gpu_memory(replace(setup, weight_bytes=2, optimizer="adamw8bit", fast=False)).total <= 10 * GIB
-    _report(replace(project, plan=plans[1]))
+    _report(replace(project, memory=plans[1]))
     assert f"swap_blocks = {plans[1].swap_blocks} (" in capfd.readouterr().err
 
 
 def test_check_agrees_with_a_plan_that_releases_gradients(
     tmp_path: Path, images: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MemoryPlan, "fits", property(lambda plan: plan.narrow))
+    monkeypatch.setattr(MemoryChoice, "fits", property(lambda plan: plan.narrow))
     project = new.run("finetune", images, str(DEMO), tmp_path, gpus=gpu(24))
     monkeypatch.undo()
-    assert (project.plan.release, project.plan.narrow, project.plan.averages) == (True, True, True)
+    assert (project.memory.release, project.memory.narrow, project.memory.averages) == (True, True, True)
     estimate = check.run(check.load(project.train_toml))
-    assert estimate.gpu.total == project.plan.needed
+    assert estimate.gpu.total == project.memory.needed
     assert "weights 2 + AdamW in 8 bits 2.031" in estimate.gpu.state.formula
     _report(project)
     message = r"AdamW with float32 .* needs .*, estimated: so moments have 8 bits, gradients are released, weights are"
@@ -245,14 +245,14 @@ def test_check_agrees_with_a_plan_that_releases_gradients(
 def test_an_adapter_that_does_not_fit_gets_8_bits_and_then_swapped_blocks(tmp_path: Path, images: str) -> None:
     """The denoiser in the estimate is a large one: 38 blocks of 8 B parameters in all, as in SD3.5 large."""
     project = new.run("lora", images, str(DEMO), tmp_path / "small", gpus=gpu(24))
-    assert (project.plan.base_bits, project.plan.swap_blocks, project.plan.host) == (16, 0, 0)
+    assert (project.memory.base_bits, project.memory.swap_blocks, project.memory.host) == (16, 0, 0)
     train = check.load(project.train_toml).train
     assert train.adapter is not None
     estimate = check.run(check.load(project.train_toml), 1)
     cost = SD3Cost(replace(SIZES["demo"], num_layers=38, num_heads=38, head_dim=64))
     setup = replace(estimate.setup, cost=cost, adapter=cost.adapter_parameters(train.adapter), bounds=())
     large = replace(estimate, setup=setup)
-    plans = [plan_memory(large, train, KINDS["lora"], gpu(gib)) for gib in (80, 24, 16, 8, 6, 5, 1.5)]
+    plans = [choose_memory(large, train, KINDS["lora"], gpu(gib)) for gib in (80, 24, 16, 8, 6, 5, 1.5)]
     assert [plan.fits for plan in plans] == [True] * 6 + [False]
     chosen = [(plan.base_bits, plan.swap_blocks) for plan in plans]
     assert chosen[:2] == [(16, 0), (16, 0)]
@@ -275,8 +275,8 @@ def test_several_gpus_share_the_batch_and_the_weights(tmp_path: Path, images: st
     project = new.run("finetune", images, str(DEMO), tmp_path, gpus=gpu(24) * 4)
     loaded = check.load(project.train_toml)
     assert loaded.train.parallel == "fsdp2"
-    assert project.plan.samples_per_step == 32
-    assert check.run(loaded, 4).gpu.total == project.plan.needed
+    assert project.memory.samples_per_step == 32
+    assert check.run(loaded, 4).gpu.total == project.memory.needed
 
 
 def test_paths_below_the_folder_are_relative(fresh_project: Project) -> None:
@@ -366,7 +366,7 @@ def test_graphs_count_where_training_uses_them(
     project = new.run("finetune", images, str(DEMO), tmp_path, gpus=gpu(24))
     estimate = check.run(check.load(project.train_toml))
     assert ("graphs" in estimate.gpu.step.formula) == has_graphs
-    assert estimate.gpu.total == project.plan.needed
+    assert estimate.gpu.total == project.memory.needed
 
 
 # --- what a practitioner would write -------------------------------------------------------------
@@ -414,7 +414,7 @@ def test_one_wide_image_of_twenty_is_seen_as_often_as_the_others(tmp_path: Path)
     project = new.run("lora", data, str(DEMO), tmp_path / "out", gpus=gpu(24))
     estimate = check.run(check.load(project.train_toml))
     assert [row.padding for row in estimate.data.rows] == [0, 0]
-    assert (project.plan.samples_per_step, project.steps) == (1, 3200)
+    assert (project.memory.samples_per_step, project.steps) == (1, 3200)
     train, _ = written(project)
     assert (train["warmup_steps"], train["save_every_n_steps"], train["checkpoint_every_n_steps"]) == (160, 800, 400)
     assert "more would repeat images of small buckets" in project.train_toml.read_text(encoding="utf-8")
@@ -447,7 +447,7 @@ def test_the_second_attention_of_sd35_is_adapted(tmp_path: Path, dual: list[int]
         first = sum(SD3Cost(size).adapter_parameters(AdapterConfig(rank=4)))
         assert sum(SD3Cost(size).adapter_parameters(adapter)) == first + 2 * 4 * 4 * 2 * size.width
     keys = {"adapter.target_modules": targets} if second else {}
-    values = TextValues("lora", "images", "owner/model", 64, MemoryPlan(1, 1, False), keys=keys)
+    values = TextValues("lora", "images", "owner/model", 64, MemoryChoice(1, 1, False), keys=keys)
     table = tomllib.loads(train_toml(KINDS["lora"], values))["adapter"]
     assert table.get("target_modules", []) == targets
 
@@ -459,27 +459,27 @@ def test_all_weights_have_joint_dropout_nine_buckets_and_exports_by_steps(tmp_pa
     assert "save_every_n_epochs" not in train
     assert train["save_every_n_steps"] == 100, "a short run exports its last step alone"
     for epoch_steps, interval in ((10, 100), (60, 150), (1000, 1000)):
-        values = TextValues("finetune", "images", "m", 64, MemoryPlan(32, 1, False), epoch_steps=epoch_steps)
+        values = TextValues("finetune", "images", "m", 64, MemoryChoice(32, 1, False), epoch_steps=epoch_steps)
         assert tomllib.loads(train_toml(KINDS["finetune"], values))["save_every_n_steps"] == interval
 
 
 @pytest.mark.parametrize(("steps", "early", "interval"), [(1, None, 1), (30, [1], 3), (400, [1, 8], 40), (9, None, 1)])
 def test_the_first_samples_are_drawn_early(steps: int, early: list[int] | None, interval: int) -> None:
     kind = replace(KINDS["lora"], shortest=1, epochs=1)
-    values = TextValues("lora", "i", "m", 64, MemoryPlan(1, 1, False), epoch_steps=steps, prompts=("a prompt",))
+    values = TextValues("lora", "i", "m", 64, MemoryChoice(1, 1, False), epoch_steps=steps, prompts=("a prompt",))
     sampling = tomllib.loads(train_toml(kind, values))["sampling"]
     assert (sampling.get("at_steps"), sampling["every_n_steps"]) == (early, interval)
 
 
 @pytest.mark.parametrize(("affordable", "decay"), [(400, 0.978), (None, 0.98)])
 def test_an_average_has_a_decay_that_its_run_reaches(affordable: int | None, decay: float) -> None:
-    values = TextValues("lora", "images", "m", 64, MemoryPlan(4, 1, False), affordable=affordable)
+    values = TextValues("lora", "images", "m", 64, MemoryChoice(4, 1, False), affordable=affordable)
     text = train_toml(KINDS["lora"], values)
     assert tomllib.loads(text)["ema"]["decay"] == decay
     assert ("# the average covers about the last 45 steps" in text) == (decay < 0.98)
     smaller = KINDS["lora"].with_fair_batch([19, 1])
     assert smaller.shrunk == 4
-    values = replace(values, plan=MemoryPlan(1, 1, False), affordable=None)
+    values = replace(values, memory=MemoryChoice(1, 1, False), affordable=None)
     assert tomllib.loads(train_toml(smaller, values))["ema"]["decay"] == pytest.approx(0.98 ** (1 / 4), abs=6e-4)
     one_by_one = replace(values, epoch_steps=40_000)
     decay = tomllib.loads(train_toml(KINDS["finetune"], one_by_one))["ema"]["decay"]
@@ -516,25 +516,25 @@ def test_pretraining_has_a_size_that_fits(tmp_path: Path, images: str, monkeypat
     monkeypatch.setattr("sd3_light.new.project_text.FOLDER", tmp_path / "recipes")
     monkeypatch.setitem(KINDS, "pretrain", kind)
     for is_roomy, size in ((True, "tiny3"), (False, "demo")):
-        monkeypatch.setattr(MemoryPlan, "is_roomy", is_roomy)
+        monkeypatch.setattr(MemoryChoice, "is_roomy", is_roomy)
         project = new.run("pretrain", images, str(DEMO), tmp_path / size, gpus=gpu(80))
         train, _ = written(project)
         assert train["model"]["size"] == size
-        assert check.run(check.load(project.train_toml)).gpu.total == project.plan.needed
+        assert check.run(check.load(project.train_toml)).gpu.total == project.memory.needed
         assert any("40 images are too few for random weights of this size" in note for note in project.notes)
 
 
 @pytest.mark.parametrize(
     ("plan", "is_roomy"),
     [
-        (MemoryPlan(64, 1, False, needed=1, available=100), True),
-        (MemoryPlan(64, 1, "selective", needed=1, available=100), True),
-        (MemoryPlan(64, 1, True, needed=1, available=100), False),
-        (MemoryPlan(4, 1, False, needed=1, available=100), False),
-        (MemoryPlan(64, 1, False, needed=100, available=100), False),
+        (MemoryChoice(64, 1, False, needed=1, available=100), True),
+        (MemoryChoice(64, 1, "selective", needed=1, available=100), True),
+        (MemoryChoice(64, 1, True, needed=1, available=100), False),
+        (MemoryChoice(4, 1, False, needed=1, available=100), False),
+        (MemoryChoice(64, 1, False, needed=100, available=100), False),
     ],
 )
-def test_a_roomy_plan(plan: MemoryPlan, is_roomy: bool) -> None:
+def test_a_roomy_plan(plan: MemoryChoice, is_roomy: bool) -> None:
     assert plan.is_roomy == is_roomy
 
 

@@ -15,7 +15,7 @@ from sd3_light.data.split import expected_split
 from sd3_light.evaluate.validation import eval_points
 from sd3_light.new import verb as new
 from sd3_light.new.kinds import KINDS
-from sd3_light.new.memory_plan import MemoryPlan
+from sd3_light.new.memory_choice import MemoryChoice
 from sd3_light.new.project_text import TextValues, data_toml, train_toml
 from tests.project import Project
 
@@ -24,7 +24,9 @@ from tests.project import Project
 @pytest.mark.parametrize("images", [20, 5000])
 def test_every_kind_has_validation(name: str, images: int) -> None:
     kind = KINDS[name]
-    values = TextValues(name, "images", "owner/model", 256, MemoryPlan(8, 4, False), 77, epoch_steps=100, images=images)
+    values = TextValues(
+        name, "images", "owner/model", 256, MemoryChoice(8, 4, False), 77, epoch_steps=100, images=images
+    )
     train, data = (tomllib.loads(text(kind, values)) for text in (train_toml, data_toml))
     assert data["validation"] is True
     assert ("eval_every_n_steps" in train) != ("eval_every_n_epochs" in train)
@@ -52,7 +54,9 @@ def test_evaluations_take_a_small_share_of_the_time(
 ) -> None:
     """Every export is evaluated; intervals count samples, so a smaller batch has longer ones."""
     epoch_steps = images // samples
-    values = TextValues(name, "i", "m", 256, MemoryPlan(samples, 1, False), 77, epoch_steps=epoch_steps, images=images)
+    values = TextValues(
+        name, "i", "m", 256, MemoryChoice(samples, 1, False), 77, epoch_steps=epoch_steps, images=images
+    )
     train = tomllib.loads(train_toml(KINDS[name], values))
     assert (train["save_every_n_steps"], train["eval_every_n_steps"]) == (saves, evaluations)
     points = eval_points(images < 50)

@@ -43,21 +43,13 @@ def by_kind(denoiser: nn.Module) -> dict[str, str]:
 
 def test_matrices_decay_and_those_of_blocks_are_for_muon(denoiser: Any) -> None:
     """Norms, biases, tables and embeddings do not decay; block matrices are the linear layers of all blocks."""
-    kinds, expected = WeightKinds(denoiser), by_kind(denoiser)
+    expected = by_kind(denoiser)
     assert {"block", "embedding", "other"} <= set(expected.values())
-    for name, weight in denoiser.named_parameters():
-        assert kinds.decays(weight) == (expected[name] in ("block", "head")), name
-        assert kinds.is_block_matrix(weight) == (expected[name] == "block" and weight.dim() == 2), name
-
-
-def test_the_model_may_be_a_part_of_a_module() -> None:
-    denoiser = denoiser_of("flux")
-    inner, outer = WeightKinds(denoiser), WeightKinds(nn.ModuleDict({"pipe": nn.ModuleDict({"dit": denoiser})}))
-    for weight in denoiser.parameters():
-        assert (inner.decays(weight), inner.is_block_matrix(weight)) == (
-            outer.decays(weight),
-            outer.is_block_matrix(weight),
-        )
+    for model in (denoiser, nn.ModuleDict({"pipe": nn.ModuleDict({"dit": denoiser})})):  # alone, and below a module
+        kinds = WeightKinds(model)
+        for name, weight in denoiser.named_parameters():
+            assert kinds.decays(weight) == (expected[name] in ("block", "head")), name
+            assert kinds.is_block_matrix(weight) == (expected[name] == "block" and weight.dim() == 2), name
 
 
 @pytest.mark.parametrize("kind", ["lora", "lokr"])
@@ -73,12 +65,19 @@ def test_factors_of_an_adapter_are_like_their_layer(kind: Any) -> None:
     assert any("single_transformer_blocks" in name for name in trained)
 
 
-def test_layers_without_blocks_decay_unless_they_are_embeddings() -> None:
+def test_layers_without_blocks_decay_unless_they_are_embeddings_and_empty_groups_are_left_out() -> None:
     model = nn.Sequential(nn.Embedding(4, 8), nn.Linear(8, 8), nn.MultiheadAttention(8, 2))
     kinds = WeightKinds(model)
     decaying = {name for name, weight in model.named_parameters() if kinds.decays(weight)}
     assert decaying == {"1.weight", "2.in_proj_weight", "2.out_proj.weight"}
     assert not any(kinds.is_block_matrix(weight) for weight in model.parameters())
+    # an empty group is left out
+    denoiser = denoiser_of("tiny2")
+    (group,) = WeightKinds(denoiser).groups(dict(denoiser.named_parameters()), 0.0)
+    assert len(group["params"]) == len(list(denoiser.parameters()))
+    layer = nn.Linear(2, 3)
+    groups = WeightKinds(layer).groups({"bias": layer.bias}, 0.1)
+    assert [group["weight_decay"] for group in groups] == [0.0]
 
 
 MODULATIONS = {
@@ -96,7 +95,7 @@ MODULATIONS = {
 
 
 @pytest.mark.parametrize("name", ["tiny2", "sd3.5_medium", *DENOISERS])
-def test_fused_modulations_are_known_by_their_parts(name: str) -> None:
+def test_fused_modulations_are_known_and_parameters_in_one_group(name: str) -> None:
     denoiser = denoiser_of(name)
     kinds, parts, aliases = WeightKinds(denoiser), {}, []
     for path, weight in denoiser.named_parameters():
@@ -109,10 +108,7 @@ def test_fused_modulations_are_known_by_their_parts(name: str) -> None:
         for of in (kinds.modulation_parts, kinds.decays, kinds.is_block_matrix):
             assert of(aliases[-1]) == of(weight), path
     assert parts == MODULATIONS.get(name, {})
-
-
-def test_every_parameter_is_in_one_group_with_its_decay(denoiser: Any) -> None:
-    kinds = WeightKinds(denoiser)
+    # every parameter is in one group with its decay
     groups = kinds.groups(dict(denoiser.named_parameters()), 0.3)
     members = [id(weight) for group in groups for weight in group["params"]]
     assert len(members) == len(set(members))
@@ -121,12 +117,3 @@ def test_every_parameter_is_in_one_group_with_its_decay(denoiser: Any) -> None:
     for group in groups:
         for weight in group["params"]:
             assert group["weight_decay"] == (0.3 if kinds.decays(weight) else 0.0)
-
-
-def test_an_empty_group_is_left_out() -> None:
-    denoiser = denoiser_of("tiny2")
-    (group,) = WeightKinds(denoiser).groups(dict(denoiser.named_parameters()), 0.0)
-    assert len(group["params"]) == len(list(denoiser.parameters()))
-    layer = nn.Linear(2, 3)
-    groups = WeightKinds(layer).groups({"bias": layer.bias}, 0.1)
-    assert [group["weight_decay"] for group in groups] == [0.0]

@@ -98,9 +98,6 @@ def test_the_frame_of_a_page_escapes_text_from_data(text: str) -> None:
     page = ParsedPage(render_template("charts.html", title=text, charts=[]))
     assert_self_contained(page)
     assert page.text.count(text) == 2  # title and heading
-
-
-def test_a_missing_value_is_an_error() -> None:
     with pytest.raises(UndefinedError, match="'charts' is undefined"):
         render_template("charts.html", title="x")
 

@@ -23,20 +23,21 @@ from sd3_light.parts.tokenizers import learn_tokenizers
 
 CPU = torch.device("cpu")
 SIZE = TextSize(32, 32, 64, 2, (8, 16, 32, 64), (1, 1, 1, 1))
+Tokenizers = dict[str, PreTrainedTokenizerBase]
 
 
 @pytest.fixture(scope="module")
-def tokenizers(pools: list[Pool]) -> dict[str, PreTrainedTokenizerBase]:
+def tokenizers(pools: list[Pool]) -> Tokenizers:
     return learn_tokenizers(sorted({text for texts in pools[0].captions for text in texts}), 2000)
 
 
 @pytest.fixture(scope="module")
-def images(pools: list[Pool], tokenizers: dict[str, PreTrainedTokenizerBase]) -> CaptionedImages:
+def images(pools: list[Pool], tokenizers: Tokenizers) -> CaptionedImages:
     return captioned_images(pools, tokenizers, CPU)
 
 
 @pytest.fixture(scope="module")
-def task(images: CaptionedImages, tokenizers: dict[str, PreTrainedTokenizerBase]) -> TextTask:
+def task(images: CaptionedImages, tokenizers: Tokenizers) -> TextTask:
     return TextTask(Towers(SIZE, tokenizers, 32, 0), images, CPU, TextOptions(batch=24))
 
 
@@ -49,7 +50,7 @@ def test_captions_follow_their_images(images: CaptionedImages, pools: list[Pool]
     assert images.lengths.min() > 1
 
 
-def test_the_judge_agrees(task: TextTask, tokenizers: dict[str, PreTrainedTokenizerBase], tmp_path: Path) -> None:
+def test_the_judge_agrees(task: TextTask, tokenizers: Tokenizers, tmp_path: Path) -> None:
     save_feature_model(task.judge(), tokenizers["tokenizer_2"], 32, tmp_path)
     judge = load_feature_model(tmp_path, CPU)
     texts = list(task.data.texts[:6])
@@ -221,7 +222,7 @@ def test_retrieval_is_among_100_captions_of_all_encoders() -> None:
 
 
 @torch.no_grad()
-def test_t5_is_pooled_over_its_real_tokens(tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
+def test_t5_is_pooled_over_its_real_tokens(tokenizers: Tokenizers) -> None:
     towers = Towers(SIZE, tokenizers, 32, 0).eval()
     ids, lengths = torch.randint(3, 60, (3, 16), generator=torch.Generator().manual_seed(0)), torch.tensor([16, 5, 1])
     for masked in (True, False):
@@ -243,7 +244,7 @@ def test_t5_is_pooled_over_its_real_tokens(tokenizers: dict[str, PreTrainedToken
         assert torch.allclose(towers.text_vector(index, ids, lengths, True), expected, atol=1e-6)
 
 
-def test_temperatures_are_007_to_100(task: TextTask, tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
+def test_temperatures_are_007_to_100(task: TextTask, tokenizers: Tokenizers) -> None:
     assert task.judge().logit_scale.item() == pytest.approx(task.towers.scales[1].item())
     scales = task.towers.scales.data
     before = scales.clone()
@@ -270,7 +271,7 @@ def pool_of(ids: Sequence[int], held_out: int, height: int, width: int, captions
     return Pool(pixels, tuple(ids), tuple(map(tuple, captions)), held_out, "")
 
 
-def test_pools_are_joined_by_sample(tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
+def test_pools_are_joined_by_sample(tokenizers: Tokenizers) -> None:
     """Samples 2 and 3 are in both pools: the first counts, and so does what it holds out."""
     first = pool_of([1, 2, 3, 4], 2, 70, 100, [["one", "uno"], ["two"], ["three"], []])
     second = pool_of([5, 3, 2, 6, 7], 3, 96, 96, [["five"], ["3"], ["2"], ["six", "seis", "sechs"], ["seven"]])
@@ -290,7 +291,7 @@ def test_pools_are_joined_by_sample(tokenizers: dict[str, PreTrainedTokenizerBas
 
 @pytest.mark.parametrize(("sides", "side"), [((20, 200), 32), ((100, 90), 64), ((300, 200), 128)])
 def test_the_image_tower_sees_multiples_of_32_up_to_128(
-    tokenizers: dict[str, PreTrainedTokenizerBase], sides: tuple[int, int], side: int
+    tokenizers: Tokenizers, sides: tuple[int, int], side: int
 ) -> None:
     images = captioned_images([pool_of([1, 2], 0, *sides, [["a"], ["b"]])], tokenizers, CPU)
     assert images.pixels.shape == (2, side, side, 3)

@@ -41,12 +41,8 @@ def small() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    write_dataset(folder / "images", 40, seed=2)
-    toml = folder / "data.toml"
-    toml.write_text('size_buckets = [[32, 32]]\n[[directory]]\npath = "images"\n', encoding="utf-8")
-    return toml
+def data(data_toml: Path) -> Path:
+    return data_toml
 
 
 def options(**more: Any) -> PartsOptions:
@@ -188,17 +184,15 @@ def test_a_signal_stops_it_at_once(place: str, data: Path, tmp_path: Path, monke
 
 
 def test_the_batch_fits_the_device_unless_the_run_has_another(data: Path, tmp_path: Path) -> None:
+    short = FitOptions(steps=2, evaluate_every=2)
+    default = {"vae": VaeOptions(), "text": TextOptions(), "vae_fit": short, "text_fit": short}
     for name, batches in (("a", {}), ("b", {"vae": VaeOptions(batch=3), "text": TextOptions(batch=5)})):
         out = tmp_path / name
         for only, expected in (("vae", (128, 3)), ("text", (64, 5))):
             with pytest.raises(Stopped):
-                verb.run(
-                    data,
-                    out,
-                    options(only=only, stop_after=1e-9, **{"vae": VaeOptions(), "text": TextOptions(), **batches}),
-                )
+                verb.run(data, out, options(only=only, stop_after=1e-9, **{**default, **batches}))
             assert verb.saved_identity(out / "training" / only)["batch"] == expected[name == "b"]
-            verb.run(data, out, options(only=only, vae=VaeOptions(), text=TextOptions()))
+            verb.run(data, out, options(only=only, **default))
 
 
 def test_continuing_from_a_vae(built: Path, data: Path, tmp_path: Path) -> None:

@@ -12,15 +12,16 @@ from sd3_light.parts.tokenizers import learn_tokenizers
 SIZE = TextSize(96, 128, 256, 2, (8, 16, 32, 64), (1, 1, 1, 1))
 
 Encoders = tuple[CLIPTextModelWithProjection, CLIPTextModelWithProjection, T5EncoderModel]
+Tokenizers = dict[str, PreTrainedTokenizerBase]
 
 
 @pytest.fixture(scope="module")
-def tokenizers() -> dict[str, PreTrainedTokenizerBase]:
+def tokenizers() -> Tokenizers:
     return learn_tokenizers(["a red circle and a blue square", "一个红色的圆形"], 700)
 
 
 @pytest.fixture
-def encoders(tokenizers: dict[str, PreTrainedTokenizerBase]) -> Encoders:
+def encoders(tokenizers: Tokenizers) -> Encoders:
     return build_encoders(SIZE, tokenizers, 0)
 
 
@@ -29,7 +30,7 @@ def ids() -> torch.Tensor:
     return torch.randint(3, 100, (12, 16), generator=torch.Generator().manual_seed(0))
 
 
-def test_configs_and_weights_are_of_sd3(encoders: Encoders, tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
+def test_configs_and_weights_are_of_sd3(encoders: Encoders, tokenizers: Tokenizers) -> None:
     clip_l, clip_g, t5 = (model.config for model in encoders)
     first, second, third = tokenizers.values()
     for config, tokenizer, width, heads in ((clip_l, first, 96, 3), (clip_g, second, 128, 2)):

@@ -39,6 +39,7 @@ from sd3_light.parts.vae import (
 
 CPU = torch.device("cpu")
 SIZE = VaeSize((8, 8, 8, 8), 1, 4)
+Trained = tuple[VaeTask, Fit, Path]
 
 
 def make_task(pools: list[Pool], vae: AutoencoderKL | None = None, grid: Path | None = None, **options: Any) -> VaeTask:
@@ -53,7 +54,7 @@ def fit(task: VaeTask, folder: Path, steps: int) -> Fit:
 
 
 @pytest.fixture(scope="module")
-def trained(pools: list[Pool], tmp_path_factory: pytest.TempPathFactory) -> tuple[VaeTask, Fit, Path]:
+def trained(pools: list[Pool], tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("vae")
     task = make_task(pools, grid=folder / "grid.png")
     task.start_new()
@@ -64,7 +65,7 @@ def trained(pools: list[Pool], tmp_path_factory: pytest.TempPathFactory) -> tupl
     return task, run, folder
 
 
-def test_latents_have_mean_0_and_deviation_1(trained: tuple[VaeTask, Fit, Path], pools: list[Pool]) -> None:
+def test_latents_have_mean_0_and_deviation_1(trained: Trained, pools: list[Pool]) -> None:
     assert (trained[2] / "grid.png").read_bytes().startswith(b"\x89PNG")
     vae = trained[0].finished()
     mean, std = channel_statistics(vae, pools, CPU)
@@ -77,7 +78,7 @@ def test_latents_have_mean_0_and_deviation_1(trained: tuple[VaeTask, Fit, Path],
 
 
 @torch.no_grad()
-def test_the_folded_vae_equals_the_normalised_one(trained: tuple[VaeTask, Fit, Path], pools: list[Pool]) -> None:
+def test_the_folded_vae_equals_the_normalised_one(trained: Trained, pools: list[Pool]) -> None:
     task = trained[0]
     images = take(pools[0].pixels, np.arange(8), CPU)
     mean, std = (value.float()[:, None, None] for value in channel_statistics(task.vae, pools, CPU))
@@ -124,9 +125,7 @@ def test_folding_into_both_sides_keeps_the_images(pools: list[Pool], with_1x1: b
         assert difference.mean() < 0.1
 
 
-def test_continuing_from_a_vae_starts_with_its_quality(
-    trained: tuple[VaeTask, Fit, Path], pools: list[Pool], tmp_path: Path
-) -> None:
+def test_continuing_from_a_vae_starts_with_its_quality(trained: Trained, pools: list[Pool], tmp_path: Path) -> None:
     trained[0].finished().save_pretrained(tmp_path / "vae")
     task = make_task(pools, open_vae(tmp_path))
     task.start_from()

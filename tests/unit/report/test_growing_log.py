@@ -48,6 +48,14 @@ def append(folder: Path, text: str) -> None:
         log.write(text)
 
 
+def started(folder: Path, last: int = 9) -> RunReader:
+    """Return a reader that has read a log of a start and steps."""
+    append(folder, lines([begin(), *steps(1, last)]))
+    reader = RunReader(folder)
+    reader.read()
+    return reader
+
+
 def content(report: RunReport) -> dict[str, Any]:
     """Return everything in a report, for comparisons."""
     samples = {"events": report.events, "samples": report.samples}
@@ -70,8 +78,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_only_new_lines_are_read_and_the_report_is_that_of_the_whole_log(tmp_path: Path, parsed: list[int]) -> None:
-    append(tmp_path, lines([begin(), *steps(1, 300)]))
-    reader = RunReader(tmp_path)
+    reader = started(tmp_path, 300)
     first = reader.read()
     assert reader.read() is first
     before = content(first)
@@ -116,9 +123,7 @@ def test_bins_that_lack_a_field_are_joined_with_their_neighbours() -> None:
 
 def test_a_scanned_log_is_scanned_in_growth(tmp_path: Path, parsed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_log, "MOST_PARSED", 10)
-    append(tmp_path, lines([begin(), *steps(1, 1000)]))
-    reader = RunReader(tmp_path)
-    reader.read()
+    reader = started(tmp_path, 1000)
     parsed.clear()
     append(tmp_path, lines(steps(1001, 1100)))
     assert reader.read().last["step"]["step"] == 1100
@@ -126,8 +131,7 @@ def test_a_scanned_log_is_scanned_in_growth(tmp_path: Path, parsed: list[int], m
 
 
 def test_a_line_without_its_newline_is_read_when_it_is_complete(tmp_path: Path) -> None:
-    append(tmp_path, lines([begin(), *steps(1, 3)]))
-    reader = RunReader(tmp_path)
+    reader = started(tmp_path, 3)
     text = lines(steps(4, 4))
     append(tmp_path, text[:20])
     assert reader.read().last["step"]["step"] == 3
@@ -143,9 +147,7 @@ def test_a_line_without_its_newline_is_read_when_it_is_complete(tmp_path: Path) 
 
 @pytest.mark.parametrize("kind", ["start", "resume"])
 def test_a_resumed_run_replaces_the_steps_that_it_repeats(tmp_path: Path, kind: str) -> None:
-    append(tmp_path, lines([begin(), *steps(1, 9)]))
-    reader = RunReader(tmp_path)
-    reader.read()
+    reader = started(tmp_path)
     append(tmp_path, lines([begin(kind, 4, 1.8e9 + 50), *steps(5, 6, 3.0)]))
     assert content(reader.read()) == content(read_run(tmp_path))
     append(tmp_path, lines(steps(7, 7, 3.0)))
@@ -153,10 +155,7 @@ def test_a_resumed_run_replaces_the_steps_that_it_repeats(tmp_path: Path, kind: 
 
 
 def test_another_log_in_its_place_is_read_from_the_start(tmp_path: Path) -> None:
-    log = tmp_path / "log.jsonl"
-    append(tmp_path, lines([begin(), *steps(1, 9)]))
-    reader = RunReader(tmp_path)
-    reader.read()
+    log, reader = tmp_path / "log.jsonl", started(tmp_path)
     other = lines([begin(time=1.9e9), *steps(1, 30, 5.0, 1.9e9)])
     log.write_text(other)  # the same file, longer than before
     assert content(reader.read()) == content(read_run(tmp_path))
@@ -172,22 +171,13 @@ def test_another_log_in_its_place_is_read_from_the_start(tmp_path: Path) -> None
         reader.read()
     log.write_text(other)
     assert reader.read().last["step"]["step"] == 30
-
-
-def test_a_line_that_was_removed_from_the_log_is_not_shown(tmp_path: Path) -> None:
-    log = tmp_path / "log.jsonl"
-    append(tmp_path, lines([begin(), *steps(1, 9)]))
-    reader = RunReader(tmp_path)
-    reader.read()
     log.write_text("".join(log.read_text().splitlines(keepends=True)[:5]))
     assert reader.read().last["step"]["step"] == 4
 
 
 def test_a_faulty_line_is_named_until_it_is_removed(tmp_path: Path, parsed: list[int]) -> None:
-    append(tmp_path, lines([begin(), *steps(1, 9)]))
-    reader = RunReader(tmp_path)
+    reader = started(tmp_path)
     good = (tmp_path / "log.jsonl").read_text()
-    reader.read()
     append(tmp_path, "oops\n")
     for _ in range(2):
         with pytest.raises(UserError, match="line 11 is not JSON"):
@@ -201,8 +191,7 @@ def test_a_faulty_line_is_named_until_it_is_removed(tmp_path: Path, parsed: list
 
 
 def test_several_threads_read_a_growing_log(tmp_path: Path) -> None:
-    append(tmp_path, lines([begin(), *steps(1, 200)]))
-    reader, barrier = RunReader(tmp_path), Barrier(4)
+    reader, barrier = started(tmp_path, 200), Barrier(4)
     counts: list[int] = []
 
     def read() -> None:

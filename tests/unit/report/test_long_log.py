@@ -60,17 +60,12 @@ def test_a_preview_has_few_lines_of_the_kept_steps(long_run: Path) -> None:
     assert ends.steps["loss"].mean == [pytest.approx(expected)]
 
 
-@pytest.mark.parametrize("count", [1, 30, 300])
-def test_a_preview_of_a_short_log_is_all_of_it(tmp_path: Path, count: int) -> None:
+@pytest.mark.parametrize("count", [1, 2, 30, 90, 300, 400])
+def test_a_preview_and_the_ends_of_a_short_log_are_all_of_it(tmp_path: Path, count: int) -> None:
     run = write(tmp_path, events(count))
-    assert read_preview(run).steps["loss"].last == read_run(run).steps["loss"].last
-    assert read_preview(run).steps["loss"].points[0] == read_run(run).steps["loss"].points[0]
-
-
-@pytest.mark.parametrize("count", [1, 2, 30, 90, 400])
-def test_the_ends_of_a_short_log_are_all_of_it(tmp_path: Path, count: int) -> None:
-    run = write(tmp_path, events(count))
-    ends, whole = read_ends(run), read_run(run)
+    ends, whole, preview = read_ends(run), read_run(run), read_preview(run)
+    assert preview.steps["loss"].last == whole.steps["loss"].last
+    assert preview.steps["loss"].points[0] == whole.steps["loss"].points[0]
     assert (ends.status, ends.begin, ends.last) == (whole.status, whole.begin, whole.last)
     assert ends.evals.keys() == whole.evals.keys()
     assert ends.steps["loss"].last == whole.steps["loss"].last

@@ -62,9 +62,13 @@ def titles(page: ParsedPage) -> list[str]:
     return re.findall(r"<h3>(.*?)</h3>", page.source)
 
 
-def test_every_curve_has_its_chart(written: Written) -> None:
-    page, notes = written(run())
+def test_every_curve_has_its_chart_in_a_page_that_loads_nothing(written: Written) -> None:
+    page, notes = written([*run(), {"event": "stop", "step": 20, "reason": HOSTILE}])
     assert notes == []
+    assert_self_contained(page)
+    assert page.attributes("img") == []
+    assert HOSTILE in page.text
+    assert len(page.attributes("script")) == 1
     eval_titles = ("mean over all t", "at each t, raw weights", "at each t, ema weights")
     assert titles(page) == [
         *("Loss", "Loss terms", "Loss by timestep"),
@@ -84,16 +88,7 @@ def test_every_curve_has_its_chart(written: Written) -> None:
     assert kinds.count("mark resume") == len(titles(page))
 
 
-def test_the_page_loads_nothing_and_runs_only_its_own_script(written: Written) -> None:
-    events = [*run(), {"event": "stop", "step": 20, "reason": HOSTILE}]
-    page, _ = written(events)
-    assert_self_contained(page)
-    assert page.attributes("img") == []
-    assert HOSTILE in page.text
-    assert len(page.attributes("script")) == 1
-
-
-def test_events_are_listed_in_the_order_of_time(written: Written) -> None:
+def test_events_are_listed_in_the_order_of_time_and_many_are_thinned_out(written: Written) -> None:
     events = [
         *run(3),
         {"event": "skip", "step": 2, "loss": "nan", "grad_norm": "inf", "time": 1.8e9 + 2},
@@ -106,9 +101,6 @@ def test_events_are_listed_in_the_order_of_time(written: Written) -> None:
         page.text.index(text) for text in ("skip", "8.9 GB, training waited 0.4 s", "No space left", "thing 7")
     ]
     assert positions == sorted(positions)
-
-
-def test_many_checkpoints_are_thinned_out_and_all_resumes_shown(written: Written) -> None:
     saves = [{"event": "checkpoint", "step": at, "file": f"step-{at}"} for at in range(5000)]
     resumes = [{"event": "resume", "step": 1, "checkpoint": f"from-{at}"} for at in range(50)]
     page, _ = written([*run(3), *saves, *resumes])
@@ -174,10 +166,6 @@ def test_config_and_prompts_are_shown(written: Written, tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_bytes(b"seed = \xff\n")
     page, _ = written([*run(), grid(tmp_path, 1)])
     assert "seed = \N{REPLACEMENT CHARACTER}" in page.text
-
-
-def test_a_folder_as_output_is_rejected(tmp_path: Path) -> None:
-    (tmp_path / "log.jsonl").touch()
     with pytest.raises(UserError, match=r"--out: .* is a folder"):
         write_run_page(tmp_path, tmp_path)
 

@@ -52,16 +52,10 @@ def test_lines_are_printed_first_last_and_every_ten_seconds(clock: Clock, capsys
         "train 500/1000 · 50% · 20 samples/s · 0:25 left · loss 0.5123 · lr 1e-5 · note ok",
         "train 600/1000 · 60% · 20 samples/s · took 0:25 · loss 0.5123 · lr 1e-5 · note ok",
     ]
-
-
-def test_a_bar_may_print_a_line_at_every_update(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     with progress("train", 3, line_every=0.0) as bar:
         for _ in range(3):
             bar.advance()
     assert [line.split()[1] for line in capsys.readouterr().err.splitlines()] == ["0/3", "1/3", "2/3", "3/3", "3/3"]
-
-
-def test_samples_per_second_replace_the_rate(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     with progress("train", 1000, "steps") as bar:
         clock.now += 10
         bar.advance(20, loss=0.5, samples_per_second=1234.5678)

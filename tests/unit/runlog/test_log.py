@@ -76,9 +76,6 @@ def test_the_incomplete_last_line_of_a_killed_run_is_removed(tmp_path: Path, tai
     with RunLog(tmp_path, tensorboard=False) as log:
         log.event("resume")
     assert [event["event"] for event in events(tmp_path)] == ["start", "resume"]
-
-
-def test_a_log_with_only_an_incomplete_line_is_emptied(tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").write_bytes(b'{"event"')
     RunLog(tmp_path, tensorboard=False).close()
     assert (tmp_path / "log.jsonl").read_bytes() == b""

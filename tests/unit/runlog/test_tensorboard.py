@@ -62,7 +62,7 @@ def test_a_new_start_in_the_same_folder_hides_the_first_run(tmp_path: Path, cloc
     assert curve(tmp_path, "eval/held/raw/flow") == [(0, 2.0)]
 
 
-def test_an_image_is_stored_unchanged(tmp_path: Path) -> None:
+def test_an_image_is_stored_unchanged_and_a_large_one_scaled_down(tmp_path: Path) -> None:
     image = Image.fromarray(np.arange(8 * 5 * 3, dtype=np.uint8).reshape(8, 5, 3))
     with RunLog(tmp_path) as log:
         log.image("samples/ema", image, step=42)
@@ -72,9 +72,6 @@ def test_an_image_is_stored_unchanged(tmp_path: Path) -> None:
     (tmp_path / "shown.png").write_bytes(data)
     with Image.open(tmp_path / "shown.png") as shown:
         assert np.array_equal(np.asarray(shown.convert("RGB")), np.asarray(image))
-
-
-def test_a_large_image_is_scaled_down_in_a_copy() -> None:
     image = Image.new("RGBA", (2 * LARGEST_SIDE, 30))
     small = shrink(image)
     assert (small.size, small.mode) == ((LARGEST_SIDE, 15), "RGB")

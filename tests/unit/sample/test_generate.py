@@ -33,17 +33,16 @@ def pixels(image: Image.Image) -> np.ndarray:
     return np.asarray(image).astype(int)
 
 
-def stock(pipe: Any, request: ImageRequest, guidance: float = 4.0, **extra: Any) -> Image.Image:
+def stock(pipe: Any, request: ImageRequest, guidance: float = 4.0, **texts: Any) -> Image.Image:
+    texts = texts or {"prompt": request.prompt, "negative_prompt": request.negative_prompt or None}
     return pipe(
-        request.prompt,
-        negative_prompt=request.negative_prompt or None,
         generator=torch.Generator("cpu").manual_seed(request.seed),
         max_sequence_length=POLICY.t5_max_length,
         num_inference_steps=STEPS,
         guidance_scale=guidance,
         width=request.width,
         height=request.height,
-        **extra,
+        **texts,
     ).images[0]
 
 
@@ -67,17 +66,9 @@ def test_zero_means_zeros_for_tokens_and_pooled(pipe: Any) -> None:
     request = REQUESTS[0]
     with torch.no_grad():  # with gradients, attention uses another kernel that rounds differently
         tokens, _, pooled, _ = pipe.encode_prompt(request.prompt, None, None, max_sequence_length=12)
-    expected = pipe(
-        prompt_embeds=tokens,
-        pooled_prompt_embeds=pooled,
-        negative_prompt_embeds=torch.zeros_like(tokens),
-        negative_pooled_prompt_embeds=torch.zeros_like(pooled),
-        generator=torch.Generator("cpu").manual_seed(request.seed),
-        num_inference_steps=STEPS,
-        guidance_scale=4.0,
-        width=request.width,
-        height=request.height,
-    ).images[0]
+    texts = {"prompt_embeds": tokens, "pooled_prompt_embeds": pooled}
+    zeros = {f"negative_{name}": torch.zeros_like(text) for name, text in texts.items()}
+    expected = stock(pipe, request, **texts, **zeros)
     (image,) = generate(pipe, [request], ZERO, DRAWING)
     assert np.array_equal(pixels(image), pixels(expected))
 
@@ -120,15 +111,7 @@ def test_without_guidance_a_single_real_text_needs_no_mask(pipe: Any) -> None:
     request = REQUESTS[1]
     with torch.no_grad():
         (text,) = REAL.encode(pipe, [request.prompt])
-    expected = pipe(
-        prompt_embeds=text["prompt"][None],
-        pooled_prompt_embeds=text["pooled"][None],
-        generator=torch.Generator("cpu").manual_seed(request.seed),
-        num_inference_steps=STEPS,
-        guidance_scale=1.0,
-        width=request.width,
-        height=request.height,
-    ).images[0]
+    expected = stock(pipe, request, 1.0, prompt_embeds=text["prompt"][None], pooled_prompt_embeds=text["pooled"][None])
     (image,) = generate(pipe, [request], REAL, (STEPS, 1.0))
     assert np.abs(pixels(image) - pixels(expected)).max() <= 1
 
@@ -161,35 +144,29 @@ def test_values_that_are_not_finite_give_an_error_instead_of_a_flat_image(
         weight.copy_(value)
 
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_images_are_cancelled_between_two_steps(pipe: Any, monkeypatch: pytest.MonkeyPatch, exact: bool) -> None:
+@pytest.fixture
+def calls(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """An entry for each call of the denoiser."""
     calls: list[int] = []
     forward = pipe.transformer.forward
+    monkeypatch.setattr(pipe.transformer, "forward", lambda *args, **keys: calls.append(1) or forward(*args, **keys))
+    return calls
 
-    def counting(*args: Any, **keys: Any) -> Any:
-        calls.append(1)
-        return forward(*args, **keys)
 
-    monkeypatch.setattr(pipe.transformer, "forward", counting)
+@pytest.mark.parametrize("exact", [True, False])
+def test_images_are_cancelled_between_two_steps(pipe: Any, calls: list[int], exact: bool) -> None:
     requests = [ImageRequest("a", seed, 32, 32, steps=500, guidance=1.0) for seed in range(6)]
     drawn = stream_images(pipe, requests, POLICY, 2, exact, watch=Watch(lambda: len(calls) >= 5))
     with pytest.raises(Cancelled):
         list(drawn)
     assert 5 <= len(calls) < 10
-    monkeypatch.undo()
     assert len(generate(pipe, [replace(requests[0], steps=1)], POLICY, exact=exact)) == 1, "the pipeline still works"
 
 
-def test_images_in_other_threads_end_when_the_caller_stops(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    forward = pipe.transformer.forward
-
-    def counting(*args: Any, **keys: Any) -> Any:
-        calls.append(1)
-        return forward(*args, **keys)
-
+def test_images_in_other_threads_end_when_the_caller_stops(
+    pipe: Any, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sd3_light.sample.generate._cores", lambda: 2)
-    monkeypatch.setattr(pipe.transformer, "forward", counting)
     requests = [ImageRequest("a", seed, 32, 32, steps=steps, guidance=1.0) for seed, steps in enumerate((1, 1000))]
     drawn = stream_images(pipe, requests, POLICY, batch_size=2, exact=True)
     assert [index for index, _ in next(drawn)] == [0]

@@ -62,13 +62,11 @@ def test_without_a_chinese_font_others_are(monkeypatch: pytest.MonkeyPatch, capf
     assert capfd.readouterr().err.count("fonts-noto-cjk") == 1
 
 
-def test_with_a_chinese_font_the_caption_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_caption_is_shown_with_a_chinese_font_if_the_machine_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
     font = ImageFont.load_default(9)
     monkeypatch.setattr(grid, "_chinese", lambda size: font)
     assert grid._readable(ZH, "a large red circle") == (ZH, font)
-
-
-def test_a_machine_without_fonts_has_no_chinese_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
     monkeypatch.setattr(grid, "_fontconfig_files", lambda: ["/no/such/font.ttc"])
     monkeypatch.setattr(grid, "_CJK_FILES", ("no such font.ttf",))
     assert grid._chinese.__wrapped__(11) is None

@@ -130,27 +130,14 @@ def test_a_model_is_drawn_as_its_export_or_user_states(tmp_path: Path, capsys: p
     assert against._drawing(chosen, against.AgainstOptions()) == (3, 1.0)
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        {"steps": 0},
-        {"steps": True},
-        {"steps": "4"},
-        {"steps": 10**9},
-        {"guidance": -1},
-        {"guidance": None},
-        {"guidance": float("nan")},
-        {"guidance": 10**400},
-        {"last_time": 1.0},
-        [4],
-        None,
-    ],
-)
-def test_an_invalid_statement_is_one_line(tmp_path: Path, sampling: Any) -> None:
+def test_an_invalid_statement_is_one_line(tmp_path: Path) -> None:
     folder = stating(tmp_path / "model")
-    (folder / "sd3_light.json").write_text(json.dumps({"sampling": sampling}))
-    with pytest.raises(sample.UserError, match=r"sd3_light\.json: sampling.* is .*; export the model again"):
-        open_policy(folder)
+    statements: list[Any] = [{"steps": steps} for steps in (0, True, "4", 10**9)]
+    statements += [{"guidance": guidance} for guidance in (-1, None, float("nan"), 10**400)]
+    for sampling in (*statements, {"last_time": 1.0}, [4], None):
+        (folder / "sd3_light.json").write_text(json.dumps({"sampling": sampling}))
+        with pytest.raises(sample.UserError, match=r"sd3_light\.json: sampling.* is .*; export the model again"):
+            open_policy(folder)
 
 
 @pytest.mark.parametrize("moved", [False, True])

@@ -7,11 +7,9 @@ from contextlib import closing
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
-import diffusers
 import numpy as np
 import pytest
 import torch
@@ -21,7 +19,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sd3_light.assets import DEMO
-from sd3_light.core.registry import family_named
 from sd3_light.cost.drawing_memory import drawing_bytes
 from sd3_light.encoding.vae import VaeDecoder
 from sd3_light.engines import Launch
@@ -44,6 +41,7 @@ from tests.unit.sample.test_sample import lokr_file
 
 ENOUGH = 1 << 50
 FEW = 1000
+pytestmark = pytest.mark.usefixtures("prx_without_ftfy")
 OTHERS = ("flux2", "qwen_image", "z_image", "sana", "krea2", "prx")
 ROWS = [
     PromptRow("a red circle", negative_prompt="blue"),
@@ -70,14 +68,6 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 @pytest.fixture(autouse=True)
 def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate_module, "_cores", lambda: 4)
-
-
-@pytest.fixture(autouse=True)
-def cleaning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PRX's pipeline cleans captions with a package that may be missing here."""
-    same = SimpleNamespace(fix_text=lambda text: text)
-    monkeypatch.setattr(sys.modules[diffusers.PRXPipeline.__module__], "ftfy", same, raising=False)
-    monkeypatch.setattr(type(family_named("prx")), "packages", ())
 
 
 def opened(folder: Path, options: SampleOptions, monkeypatch: pytest.MonkeyPatch, free: int) -> OpenModel:

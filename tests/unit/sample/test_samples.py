@@ -61,6 +61,17 @@ def draw(drawing: Sampler, denoise: Callable[..., Tensor]) -> dict[int, np.ndarr
     return {index: np.asarray(image).astype(int) for index, image in drawing.draw(denoise)}
 
 
+def recorder(read: Callable[[Batch], Any]) -> tuple[list[Any], Callable[[Batch], Tensor]]:
+    """Return what is read of each batch, and a denoiser that does nothing else."""
+    seen: list[Any] = []
+
+    def denoise(batch: Batch) -> Tensor:
+        seen.append(read(batch))
+        return torch.zeros_like(batch["noisy"])
+
+    return seen, denoise
+
+
 @pytest.fixture(scope="module")
 def transformer() -> SD3Transformer2DModel:
     """A denoiser whose images depend on the text."""
@@ -150,12 +161,7 @@ def test_the_trained_shift_is_used(
     caches: dict[str, Project], transformer: SD3Transformer2DModel, schedule: dict[str, Any]
 ) -> None:
     keys = (*overrides(1.0), *(f"model.{key}={json.dumps(value)}" for key, value in schedule.items()))
-    times: list[float] = []
-
-    def denoise(batch: Batch) -> Tensor:
-        times.append(float(1000 * batch["t"][0]))
-        return torch.zeros_like(batch["noisy"])
-
+    times, denoise = recorder(lambda batch: float(1000 * batch["t"][0]))
     sampler(caches["padded"], *keys, batch_size=6).draw(denoise)
     pipe = stock_pipeline(caches["padded"], transformer, **schedule)
     pipe(prompt="a", width=48, height=80, num_inference_steps=STEPS, guidance_scale=1.0)
@@ -178,12 +184,7 @@ def test_an_image_does_not_depend_on_its_batch(
 
 
 def test_real_tokens_are_as_long_as_the_text_and_no_text_is_one_zero(caches: dict[str, Project]) -> None:
-    seen: list[Batch] = []
-
-    def denoise(batch: Batch) -> Tensor:
-        seen.append(batch)
-        return torch.zeros_like(batch["noisy"])
-
+    seen, denoise = recorder(lambda batch: batch)
     keys = overrides(text_tokens="real", uncond_text="zero")
     sampler(caches["real"], *keys, batch_size=6).draw(denoise)
     t, tokens, pooled, lengths = (*(seen[0][name] for name in ("t", "prompt", "pooled")), seen[0].host["prompt.length"])
@@ -234,12 +235,7 @@ def test_all_requests_are_assigned_evenly(count: int, world: int) -> None:
 
 
 def test_a_denoiser_batch_is_at_most_a_micro_batch(caches: dict[str, Project]) -> None:
-    sizes: list[int] = []
-
-    def denoise(batch: Batch) -> Tensor:
-        sizes.append(batch.size)
-        return torch.zeros_like(batch["noisy"])
-
+    sizes, denoise = recorder(lambda batch: batch.size)
     sampler(caches["padded"], *overrides(), "micro_batch_size_per_gpu=4").draw(denoise)
     assert set(sizes) == {4}
     sizes.clear()

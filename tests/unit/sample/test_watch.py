@@ -5,10 +5,8 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import diffusers
 import numpy as np
 import pytest
 import torch
@@ -18,7 +16,6 @@ from PIL import Image
 from sd3_light import cli
 from sd3_light.assets import DEMO
 from sd3_light.config.faults import UserError
-from sd3_light.core.registry import family_named
 from sd3_light.engines import Launch
 from sd3_light.export.chosen import choose_model
 from sd3_light.sample import phases
@@ -31,17 +28,10 @@ from sd3_light.sample.watch import Preview, StepEstimate, Watch, as_grid, cancel
 from tests.families import PIPELINES
 from tests.stock import save_stock
 
+pytestmark = pytest.mark.usefixtures("prx_without_ftfy")
 Command = Callable[..., str]
 OPTIONS = SampleOptions(steps=3, width=32, height=32)
 DRAWING = [name for name in PIPELINES if not name.startswith("qwen_image_edit")]  # which draw from images only
-
-
-@pytest.fixture(autouse=True)
-def cleaning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PRX's pipeline cleans captions with a package that may be missing here."""
-    same = SimpleNamespace(fix_text=lambda text: text)
-    monkeypatch.setattr(sys.modules[diffusers.PRXPipeline.__module__], "ftfy", same, raising=False)
-    monkeypatch.setattr(type(family_named("prx")), "packages", ())
 
 
 @pytest.fixture(scope="module")
@@ -134,30 +124,21 @@ def test_packed_latents_are_unpacked_as_the_pipeline_does() -> None:
 
 
 def test_steps_and_the_vae_are_cancelled_between_two_operations(model: OpenModel, tmp_path: Path) -> None:
-    """The denoiser's first block sets the event; its next one is never called."""
-    cancelled, called = threading.Event(), []
-    blocks = model.pipe.transformer.transformer_blocks
-    hooks = [blocks[0].register_forward_hook(lambda *_: cancelled.set())]
-    hooks += [blocks[1].register_forward_hook(lambda *_: called.append(1))]
+    """The first layer of denoiser or VAE sets the event; a later one is never called."""
     before = drawn(model, tmp_path / "before")
-    cancelled.clear()
-    called.clear()
-    with pytest.raises(Cancelled):
-        drawn(model, tmp_path / "none", Watch(cancelled.is_set))
-    for hook in hooks:
-        hook.remove()
-    assert called == []
-    assert list((tmp_path / "none").glob("*")) == []
-    assert drawn(model, tmp_path / "after", Watch(lambda: False)) == before
-    cancelled, called = threading.Event(), []
+    blocks = model.pipe.transformer.transformer_blocks
     decoder = model.pipe.vae.decoder
-    hooks = [decoder.conv_in.register_forward_hook(lambda *_: cancelled.set())]
-    hooks += [decoder.conv_out.register_forward_hook(lambda *_: called.append(1))]
-    with pytest.raises(Cancelled):
-        drawn(model, tmp_path, Watch(cancelled.is_set))
-    for hook in hooks:
-        hook.remove()
-    assert called == []
+    for first, second in ((blocks[0], blocks[1]), (decoder.conv_in, decoder.conv_out)):
+        cancelled, called = threading.Event(), list[int]()
+        hooks = [first.register_forward_hook(lambda *_, cancelled=cancelled: cancelled.set())]
+        hooks += [second.register_forward_hook(lambda *_, called=called: called.append(1))]
+        with pytest.raises(Cancelled):
+            drawn(model, tmp_path / "none", Watch(cancelled.is_set))
+        for hook in hooks:
+            hook.remove()
+        assert called == []
+        assert list((tmp_path / "none").glob("*")) == []
+    assert drawn(model, tmp_path / "after", Watch(lambda: False)) == before
 
 
 def test_loading_is_cancelled_and_loads_the_same_afterwards(model: OpenModel, tmp_path: Path) -> None:

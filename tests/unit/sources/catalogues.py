@@ -19,7 +19,7 @@ from sd3_light.sources.claims import Claims
 from sd3_light.sources.decode import SampleLocation
 from sd3_light.sources.records import FileBytes
 
-RECIPE = {"t5_max_length": 16, "vae": "abc"}
+IDENTITY = {"t5_max_length": 16, "vae": "abc"}
 COUNT = 30
 FORK = multiprocessing.get_context("fork")
 _times = itertools.count(10**18, 10**9)
@@ -93,7 +93,7 @@ def parts_of(cache: Path) -> set[str]:
 def plan_for(
     cache: Path,
     directories: Sequence[DirectoryConfig] | Path,
-    recipe: dict[str, Any] = RECIPE,
+    identity: dict[str, Any] = IDENTITY,
     size: int = 8,
     workers: int = 0,
 ) -> CachePlan:
@@ -102,7 +102,7 @@ def plan_for(
         directories = [directory(directories)]
     with open_catalogue(cache, *directories) as (catalogue, listings):
         catalogue.probe_images(listings, workers, ignore)
-        return make_cache_plan(catalogue, listings, recipe, size)
+        return make_cache_plan(catalogue, listings, identity, size)
 
 
 def shard_files(plan: CachePlan) -> list[str]:

@@ -126,9 +126,7 @@ def scrambled_png() -> bytes:
 
 
 def png(colour: int = 0) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (16, 16), (colour, 0, 0)).save(buffer, "PNG")
-    return buffer.getvalue()
+    return save(Image.new("RGB", (16, 16), (colour, 0, 0)), "PNG")
 
 
 def write_files(root: Path, files: dict[str, bytes | str]) -> Path:

@@ -115,6 +115,13 @@ def cut_tar(root: Path) -> None:
     path.write_bytes(path.read_bytes()[:2600])
 
 
+def garbled_tar(root: Path) -> None:
+    members = [(f"{n}.{end}", data) for n in range(3) for end, data in (("txt", b"a caption"), ("png", png(n)))]
+    data = write_tar(root / "x.tar", members).read_bytes()
+    last = data.index(b"2.txt")
+    (root / "x.tar").write_bytes(data[:last] + b"\x07" * 512 + data[last + 512 :])
+
+
 def parquet(columns: dict[str, list[Any]]) -> Callable[[Path], object]:
     return lambda root: pq.write_table(pa.table(columns), root / "x.parquet")
 
@@ -161,6 +168,16 @@ NESTED = "[" * 100_000
 ROWS_WITHOUT_FILE = '{"text": "nameless"}\n{"file": "a.png", "text": "a caption"}'
 GOOD_ROW = '{"file": "a.png", "text": "a caption"}'
 
+GOOD: dict[str, bytes | str] = {"a.png": png(), "a.txt": "a caption"}
+GOOD_B: dict[str, bytes | str] = {"b.png": png(), "b.txt": "a caption"}
+HUGE_MEMBER = {"x.tar/a.png": Used(), "x.tar/b.png": "file_too_large", "x.tar": "broken_tar"}
+HUGE_HEADER = {"x.tar/a.png": Used(), "x.tar/b": "missing_file", "x.tar": "broken_tar"}
+
+
+def broken_table(name: str, text: str | bytes, **keys: Any) -> Case:
+    return table(name, text, {name: "broken_table", "a.png": "no_caption"}, **keys)
+
+
 CASES: dict[str, Case] = {
     # --- images that cannot be used
     "a JPEG cut short": image(save(noise(), "JPEG")[:-1500], "truncated"),
@@ -176,45 +193,32 @@ CASES: dict[str, Case] = {
     "EPS by another name": image(save(halves(), "EPS"), "not_an_image"),
     "a decompression bomb": image(png_header(20_000, 20_000), "too_large", "a.png"),
     "a bomb just past the limit": image(png_header(178_000, 1_001), "too_large", "a.png"),
-    "a sparse file of 1 TB": Case(
-        {"a.png": "file_too_large"}, {"a.png": png(), "a.txt": "a caption"}, then=sparse("a.png")
-    ),
+    "a sparse file of 1 TB": Case({"a.png": "file_too_large"}, GOOD, then=sparse("a.png")),
     "a sparse mask of 1 TB": Case(
-        {"a.png": "file_too_large"},
-        {"a.png": png(), "a.txt": "a caption", "masks/a.png": png()},
-        {"mask_path": "masks"},
-        sparse("masks/a.png"),
+        {"a.png": "file_too_large"}, {**GOOD, "masks/a.png": png()}, {"mask_path": "masks"}, sparse("masks/a.png")
     ),
     "an image without a rejected one": Case(
-        {"a.png": "no_rejected", "b.png": Used()},
-        {name: png() for name in ("a.png", "b.png", "worse/b.png")} | {"a.txt": "a caption", "b.txt": "a caption"},
-        {"rejected": "worse"},
+        {"a.png": "no_rejected", "b.png": Used()}, {**GOOD, **GOOD_B, "worse/b.png": png()}, {"rejected": "worse"}
     ),
-    "a sparse caption of 1 TB": Case(
-        {"a.png": "caption_too_long"}, {"a.png": png(), "a.txt": "a caption"}, then=sparse("a.txt")
-    ),
+    "a sparse caption of 1 TB": Case({"a.png": "caption_too_long"}, GOOD, then=sparse("a.txt")),
     "a file above a configured limit": Case(
         {"a.png": "file_too_large", "b.png": Used()},
-        {"a.png": save(noise(), "PNG"), "a.txt": "a caption", "b.png": png(), "b.txt": "a caption"},
+        {**GOOD, **GOOD_B, "a.png": save(noise(), "PNG")},
         {"max_image_mb": 0.002},
     ),
-    "an image below min_side": Case({"a.png": "too_small"}, {"a.png": png(), "a.txt": "a caption"}, {"min_side": 1000}),
+    "an image below min_side": Case({"a.png": "too_small"}, GOOD, {"min_side": 1000}),
     "an image that loses too much": Case(
         {"a.png": "crop_too_large", "b.png": Used()},
-        {"a.png": save(Image.new("RGB", (640, 64)), "PNG"), "a.txt": "a caption", "b.png": png(), "b.txt": "a caption"},
+        {**GOOD, **GOOD_B, "a.png": save(Image.new("RGB", (640, 64)), "PNG")},
         {"max_crop": 0.8},
     ),
-    "an image that would be enlarged": Case(
-        {"a.png": "would_be_enlarged"},
-        {"a.png": save(Image.new("RGB", (63, 64)), "PNG"), "a.txt": "a caption"},
-        {"no_upscale": True},
-    ),
+    "an image that would be enlarged": Case({"a.png": "would_be_enlarged"}, GOOD, {"no_upscale": True}),
     "a TIFF of floats": image(save(Image.new("F", (8, 8), 0.5), "TIFF"), "unsupported_mode", "a.tif"),
     "a TIFF of 32-bit integers": image(save(Image.new("I", (8, 8), 1 << 20), "TIFF"), "unsupported_mode", "a.tif"),
     "a LAB TIFF": image(save(Image.new("LAB", (8, 8)), "TIFF"), "unsupported_mode", "a.tif"),
     "a format that is not read": image(b"\0\0\0\x18ftypheic", "unsupported_format", "a.heic"),
     "a dangling link": Case({"a.jpg": "unreadable"}, {"a.txt": "a caption"}, then=dangling),
-    "a closed file": Case({"a.png": "unreadable"}, {"a.png": png(), "a.txt": "a caption"}, then=closed),
+    "a closed file": Case({"a.png": "unreadable"}, GOOD, then=closed),
     "a name that is not UTF-8": image(png(), "name_not_utf8", os.fsdecode(b"caf\xe9.png")),
     # --- unusual images that are used
     "a PNG named .jpg": image(save(halves(), "PNG"), Used(RED, BLUE)),
@@ -246,22 +250,11 @@ CASES: dict[str, Case] = {
     "a table that names what is not there": table(
         "captions.json", '{"a.png": "a caption", "b.png": "b"}', {"a.png": Used(), "b.png": "missing_file"}
     ),
-    "a damaged captions.json": table(
-        "captions.json", '{"a.png": "a caption", ', {"captions.json": "broken_table", "a.png": "no_caption"}
-    ),
-    "nothing but brackets": table("metadata.json", NESTED, {"metadata.json": "broken_table", "a.png": "no_caption"}),
-    "a table of UTF-16": table(
-        "metadata.json", GOOD_ROW.encode("utf-16"), {"metadata.json": "broken_table", "a.png": "no_caption"}
-    ),
-    "a CSV without its columns": table(
-        "metadata.csv", "width,height\n1,2\n", {"metadata.csv": "broken_table", "a.png": "no_caption"}
-    ),
-    "a CSV without the configured column": table(
-        "metadata.csv",
-        "file,text\na.png,x\n",
-        {"metadata.csv": "broken_table", "a.png": "no_caption"},
-        caption_column="alt",
-    ),
+    "a damaged captions.json": broken_table("captions.json", '{"a.png": "a caption", '),
+    "nothing but brackets": broken_table("metadata.json", NESTED),
+    "a table of UTF-16": broken_table("metadata.json", GOOD_ROW.encode("utf-16")),
+    "a CSV without its columns": broken_table("metadata.csv", "width,height\n1,2\n"),
+    "a CSV without the configured column": broken_table("metadata.csv", "file,text\na.png,x\n", caption_column="alt"),
     "a CSV row of latin-1": table("metadata.csv", b"file,text\na.png,caf\xe9\n", {"a.png": "caption_not_utf8"}),
     "a row that names no file": table(
         "metadata.jsonl", ROWS_WITHOUT_FILE, {"metadata.jsonl:byte 0": "broken_row", "a.png": Used()}
@@ -274,28 +267,19 @@ CASES: dict[str, Case] = {
     ),
     # --- tars
     "a tar cut short": Case({"x.tar/0.png": Used(), "x.tar/1": "missing_file", "x.tar": "broken_tar"}, then=cut_tar),
+    "a tar with a damaged header": Case(
+        {"x.tar/0.png": Used(), "x.tar/1.png": Used(), "x.tar": "broken_tar"}, then=garbled_tar
+    ),
     "a tar that is none": Case({"x.tar": "broken_tar"}, {"x.tar": PAGE}),
+    "an empty tar": Case({"x.tar": "broken_tar"}, {"x.tar": b""}),
     "a compressed tar": Case({"x.tar.gz": "unsupported_format"}, {"x.tar.gz": b"\x1f\x8b"}),
-    "a member of 2^62 bytes": Case(
-        {"x.tar/a.png": Used(), "x.tar/b.png": "file_too_large", "x.tar": "broken_tar"}, then=declaring(1 << 62)
-    ),
-    "a member of 2^70 bytes": Case(
-        {"x.tar/a.png": Used(), "x.tar/b.png": "file_too_large", "x.tar": "broken_tar"}, then=declaring(1 << 70)
-    ),
+    "a member of 2^62 bytes": Case(HUGE_MEMBER, then=declaring(1 << 62)),
+    "a member of 2^70 bytes": Case(HUGE_MEMBER, then=declaring(1 << 70)),
     "a member of 2^62 bytes without a limit": Case(
-        {"x.tar/a.png": Used(), "x.tar/b.png": "truncated", "x.tar": "broken_tar"},
-        {},
-        {"max_image_mb": 1e30},
-        declaring(1 << 62),
+        {**HUGE_MEMBER, "x.tar/b.png": "truncated"}, {}, {"max_image_mb": 1e30}, declaring(1 << 62)
     ),
-    "a long name of 2^62 bytes": Case(
-        {"x.tar/a.png": Used(), "x.tar/b": "missing_file", "x.tar": "broken_tar"},
-        then=declaring(1 << 62, tarfile.GNUTYPE_LONGNAME),
-    ),
-    "a PAX header of 2^62 bytes": Case(
-        {"x.tar/a.png": Used(), "x.tar/b": "missing_file", "x.tar": "broken_tar"},
-        then=declaring(1 << 62, tarfile.XHDTYPE),
-    ),
+    "a long name of 2^62 bytes": Case(HUGE_HEADER, then=declaring(1 << 62, tarfile.GNUTYPE_LONGNAME)),
+    "a PAX header of 2^62 bytes": Case(HUGE_HEADER, then=declaring(1 << 62, tarfile.XHDTYPE)),
     "a member twice": Case(
         {"x.tar/a.png": [Used(), "duplicate_key"]},
         then=tarred(("a.png", png()), ("a.txt", b"a caption"), ("a.png", png()), ("a.txt", b"again")),

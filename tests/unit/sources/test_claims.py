@@ -114,24 +114,10 @@ def test_a_claim_released_and_retaken_by_another_process_is_left_alone(
         assert len(reads) == 2
 
 
-def test_a_full_disk_is_reported_and_leaves_no_claim(claims: Claims, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = open
-
-    class Full:
-        def __init__(self, path: Path, *args: Any, **kwargs: Any) -> None:
-            self.file = real(path, *args, **kwargs)
-
-        def __enter__(self) -> "Full":
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            self.file.close()
-
-        def write(self, _: str) -> None:
-            raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(module, "open", Full, raising=False)
-    with pytest.raises(UserError, match=r"cannot write .*a\.claim: No space left on device"):
+def test_a_full_disk_is_reported_and_leaves_no_claim(claims: Claims, tmp_path: Path) -> None:
+    fails = Call("write", "claims/a.claim", 1)
+    message = r"cannot write .*a\.claim: No space left on device"
+    with faulty_disk(tmp_path, fails), pytest.raises(UserError, match=message):
         claims.take("a")
     assert not is_owned(claims, "a")
 

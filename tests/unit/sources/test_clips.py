@@ -2,7 +2,6 @@
 
 import io
 import json
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from sd3_light.sources.records import FileBytes
 from sd3_light.sources.signature import signature
 from sd3_light.sources.video import count_frames, has_av, is_video, open_still, probe_video
 from tests.unit.sources.catalogues import directory, list_and_probe, plan_for
+from tests.unit.sources.inputs import png, write_tar
 from tests.unit.sources.videos import encode, encode_gif, numbered, numbers
 
 pytestmark = pytest.mark.skipif(not has_av(), reason="PyAV (av) is not installed")
@@ -36,12 +36,6 @@ def write(folder: Path, **files: bytes) -> Path:
         path.write_bytes(data)
         path.with_suffix(".txt").write_text(f"a caption of {name}", encoding="utf-8")
     return folder
-
-
-def png(size: tuple[int, int] = (64, 64), colour: int = 9) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", size, (colour, 0, 0)).save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 @pytest.fixture
@@ -155,12 +149,8 @@ def test_without_frames_videos_are_not_read(clips: Path, cache: Path) -> None:
 
 
 def test_a_video_of_a_tar_comes_before_its_preview(tmp_path: Path, cache: Path) -> None:
-    path = tmp_path / "clips.tar"
-    with tarfile.open(path, "w") as tar:
-        for name, data in (("a.jpg", png()), ("a.mp4", encode(numbered(9))), ("a.json", b'{"caption": "a stripe"}')):
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            tar.addfile(member, io.BytesIO(data))
+    members = [("a.jpg", png()), ("a.mp4", encode(numbered(9))), ("a.json", b'{"caption": "a stripe"}')]
+    path = write_tar(tmp_path / "clips.tar", members)
     (row,) = list_and_probe(cache, directory(path, frames=5)).values()
     assert (row.frames, json.loads(row.image)[0]) == (9, "")
     (other,) = list_and_probe(tmp_path / "other", directory(path)).values()

@@ -1,6 +1,5 @@
 """Images that equal an earlier one or are similar to it: exactly the pairs that comparing all would find."""
 
-import io
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,18 +13,13 @@ from sd3_light.config import DirectoryConfig
 from sd3_light.sources.catalogue import InputRow
 from sd3_light.sources.earlier_images import TOLERANCE, are_similar, open_earlier_images
 from sd3_light.sources.preprocess import THUMBNAIL_SIDE, make_thumbnail
+from tests.unit.sources.inputs import save
 
 DIRECTORY = DirectoryConfig(path=Path("images"), resolutions=[64], duplicates="drop_similar")
 
 
 def row(number: int, thumbnail: bytes) -> InputRow:
     return InputRow(f"images#0/{number}.png", f"{number}.png", digest=f"digest {number}", thumbnail=thumbnail)
-
-
-def file_of(image: Image.Image, suffix: str = "png", **options: int) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, suffix, **options)
-    return buffer.getvalue()
 
 
 def scene(number: int, size: tuple[int, int] = (192, 128)) -> Image.Image:
@@ -40,7 +34,7 @@ def scene(number: int, size: tuple[int, int] = (192, 128)) -> Image.Image:
 
 
 def thumbnail_of(image: Image.Image, suffix: str = "png", **options: int) -> bytes:
-    return make_thumbnail(file_of(image, suffix, **options), None)
+    return make_thumbnail(save(image, suffix, **options), None)
 
 
 @settings(max_examples=30, deadline=None)
@@ -150,10 +144,10 @@ def test_equal_bytes_come_before_similarity_and_dropped_images_are_not_compared_
 
 
 def test_a_mask_is_compared_too() -> None:
-    image, left, right = file_of(scene(0)), Image.new("L", (192, 128)), Image.new("L", (192, 128))
+    image, left, right = save(scene(0), "png"), Image.new("L", (192, 128)), Image.new("L", (192, 128))
     left.paste(255, (0, 0, 96, 128))
     right.paste(255, (96, 0, 192, 128))
-    masks = None, file_of(left), file_of(right), file_of(left.resize((96, 64)))
+    masks = None, save(left, "png"), save(right, "png"), save(left.resize((96, 64)), "png")
     with open_earlier_images() as images:
         duplicates = [images.add(row(n, make_thumbnail(image, mask)), DIRECTORY) for n, mask in enumerate(masks)]
     assert [duplicate and duplicate.first for duplicate in duplicates] == [None, None, None, "images#0/1.png"]

@@ -43,16 +43,6 @@ def test_equal_and_similar_images_are_counted_once_each_and_a_few_pairs_shown() 
     assert (leak.equal, len(leak.pairs)) == (10, 3)
 
 
-def test_the_sentence_names_count_pairs_and_remedy() -> None:
-    pairs = (("val#0/a.png", "train#0/b.png"),)
-    sentence = Leak("val", 858, 33, 0, pairs).sentence()
-    assert sentence == (
-        "val is not held out: 33 of its 858 images are in the training set (33 with the same bytes), such as "
-        "val#0/a.png and train#0/b.png; remove them from one of the two"
-    )
-    assert "1 of its 1 image is in the training set (1 similar)" in Leak("val", 1, 0, 1, pairs).sentence()
-
-
 def test_masks_are_not_compared() -> None:
     pixels = np.full((THUMBNAIL_SIDE, THUMBNAIL_SIDE, 4), 77, np.uint8)
     pixels[..., 3] = 200

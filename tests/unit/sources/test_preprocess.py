@@ -30,7 +30,7 @@ from tests.unit.sources.inputs import (
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::PIL.Image.DecompressionBombWarning")
 
 GREY_16 = Image.fromarray(np.array([[0, 257 * 100] * 8, [257 * 200, 65535] * 8], dtype=np.uint16))
-SRGB_PROFILE = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+SRGB = {"icc_profile": ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()}
 
 # kind -> (bytes, size, pixel at the left, pixel at the right)
 GOOD: dict[str, tuple[Callable[[], bytes], tuple[int, int], Any, Any]] = {
@@ -75,19 +75,9 @@ GOOD: dict[str, tuple[Callable[[], bytes], tuple[int, int], Any, Any]] = {
     "EXIF in WebP": (lambda: save(halves(), "WEBP", lossless=True, exif=exif(6)), (16, 32), RED, RED),
     "EXIF in TIFF": (lambda: save(halves(), "TIFF", tiffinfo={ORIENTATION: 6}), (16, 32), RED, RED),
     "EXIF in AVIF": (lambda: save(halves(), "AVIF", quality=100, exif=exif(6)), (16, 32), RED, RED),
-    "sRGB profile": (lambda: save(halves(), "PNG", icc_profile=SRGB_PROFILE), (32, 16), RED, BLUE),
-    "profile and alpha": (
-        lambda: save(halves("RGBA", (*RED, 255), (*BLUE, 0)), "PNG", icc_profile=SRGB_PROFILE),
-        (32, 16),
-        RED,
-        WHITE,
-    ),
-    "sRGB profile on grey": (
-        lambda: save(halves("L", 9, 99), "PNG", icc_profile=SRGB_PROFILE),
-        (32, 16),
-        (9,) * 3,
-        (99,) * 3,
-    ),
+    "sRGB profile": (lambda: save(halves(), "PNG", **SRGB), (32, 16), RED, BLUE),
+    "profile and alpha": (lambda: save(halves("RGBA", (*RED, 255), (*BLUE, 0)), "PNG", **SRGB), (32, 16), RED, WHITE),
+    "sRGB profile on grey": (lambda: save(halves("L", 9, 99), "PNG", **SRGB), (32, 16), (9,) * 3, (99,) * 3),
     "1x1": (lambda: save(Image.new("RGB", (1, 1), RED), "PNG"), (1, 1), RED, RED),
     "very wide": (lambda: save(halves(size=(9000, 2)), "PNG"), (9000, 2), RED, BLUE),
 }

@@ -38,32 +38,6 @@ def test_tars_as_img2dataset_writes_them(tmp_path: Path) -> None:
     assert [item.image.read() for item in items if isinstance(item, Record)] == [png(n) for n in (0, 1, 2)] * 2
 
 
-def test_complete_samples_of_damaged_tars_are_used(tmp_path: Path) -> None:
-    members = [(f"{n}.{end}", data) for n in range(4) for end, data in (("txt", b"caption"), ("png", png(n)))]
-    whole = write_tar(tmp_path / "whole.tar", members).read_bytes()
-    third = whole.index(b"2.txt")
-    write_files(
-        tmp_path,
-        {
-            "cut.tar": whole[: third + 1600],
-            "garbled.tar": whole[:third] + b"\x07" * 512 + whole[third + 512 :],
-            "no.tar": b"this is not a tar",
-            "empty.tar": b"",
-        },
-    )
-    items = scan_items(tmp_path)
-    names = captions(items)
-    assert [name for name in names if name.startswith("whole")] == [f"whole.tar/{n}.png" for n in range(4)]
-    assert [name for name in names if name.startswith("garbled")] == ["garbled.tar/0.png", "garbled.tar/1.png"]
-    assert [name for name in names if name.startswith("cut")][:2] == ["cut.tar/0.png", "cut.tar/1.png"]
-    assert {name for name, reason in rejects(items).items() if reason == "broken_tar"} == {
-        "cut.tar",
-        "garbled.tar",
-        "no.tar",
-        "empty.tar",
-    }
-
-
 def test_a_tar_that_shrinks_is_rejected_when_read(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "set.tar", [("a.png", png()), ("a.txt", b"a")])
     (item,) = scan_items(path)

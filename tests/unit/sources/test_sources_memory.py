@@ -1,4 +1,4 @@
-"""A scan's memory does not grow with the number of files, rows or members."""
+"""A scan's memory does not grow with the number of rows, and only by the names of files and members."""
 
 import json
 import os
@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from sd3_light.config.faults import UserError
-from sd3_light.sources import name_store, rows
+from sd3_light.sources import rows, tables
+from sd3_light.sources.listing import FolderNames
 from sd3_light.sources.records import Record, Rejected
 from sd3_light.sources.scan import scan
 from sd3_light.sources.signature import signature
@@ -22,47 +23,17 @@ NOT_UTF8 = os.fsdecode(b"a\xe9.jpg")
 ODD_NAMES = ["a", "a-b.jpg", "a.jpg", "a.", "a.b.jpg", "a.txt", "aé.jpg", NOT_UTF8, "\U0001f600.png", "\uffff.png"]
 
 
-@pytest.fixture
-def names() -> Iterator[name_store.NameSet]:
-    store = name_store.NameStore()
-    yield store.names()
-    store.close()
-
-
-@pytest.mark.parametrize("page", [1, 2, 1000])
-def test_names_are_sorted_like_python_strings(
-    names: name_store.NameSet, monkeypatch: pytest.MonkeyPatch, page: int
-) -> None:
-    monkeypatch.setattr(name_store, "_WRITE", 3)
-    monkeypatch.setattr(name_store, "_READ", page)
-    expected = [*ODD_NAMES, *(f"{n}.jpg" for n in range(50))]
-    for name in random.Random(0).sample(expected, len(expected)):
-        names.add(name)
+def test_names_are_sorted_like_python_strings_and_found_by_their_stem() -> None:
+    expected = [*ODD_NAMES, "a.jpg.txt", *(f"{n}.jpg" for n in range(50))]
+    names = FolderNames(dict.fromkeys(random.Random(0).sample(expected, len(expected)), "note"))
     assert list(names) == sorted(expected)
-    assert all(name in names for name in expected)
+    assert all(name in names and names.note(name) == "note" for name in expected)
     assert "b.jpg" not in names
-
-
-@pytest.mark.parametrize("page", [1, 1000])
-def test_names_are_found_by_their_stem(names: name_store.NameSet, monkeypatch: pytest.MonkeyPatch, page: int) -> None:
-    monkeypatch.setattr(name_store, "_FEW", page)
-    for name in (*ODD_NAMES, "a.jpg.txt"):
-        names.add(name)
+    assert names.note("b.jpg") == ""
     assert list(names.with_stem("a")) == ["a", "a.", "a.jpg", "a.txt"]
     assert list(names.with_stem("a.b")) == ["a.b.jpg"]
     assert list(names.with_stem("a.jpg")) == ["a.jpg.txt"]
     assert list(names.with_stem("b")) == []
-
-
-def test_sets_of_names_are_independent() -> None:
-    store = name_store.NameStore()
-    first, second = store.names(), store.names()
-    assert first.add_new("x")
-    assert not first.add_new("x")
-    assert second.add_new("x")
-    first.clear()
-    assert (list(first), list(second)) == ([], ["x"])
-    store.close()
 
 
 def test_a_caption_belongs_to_a_file_of_exactly_its_stem(tmp_path: Path) -> None:
@@ -101,13 +72,6 @@ class Listing:
 FEW, MANY = 400, 1600
 
 
-@pytest.fixture
-def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use pages so small that both of the compared sizes fill them."""
-    for module, name, size in ((name_store, "_WRITE", 50), (name_store, "_READ", 50), (rows, "_CHUNK", 500)):
-        monkeypatch.setattr(module, name, size)
-
-
 def peak(work: Callable[[], object]) -> int:
     """Return the peak memory of Python objects in bytes."""
     work()  # fill caches first
@@ -118,17 +82,20 @@ def peak(work: Callable[[], object]) -> int:
     return most
 
 
-def assert_flat(few: int, many: int) -> None:
-    """Assert that no object is kept per item: the smallest would take 28 bytes."""
-    assert many - few < 10 * (MANY - FEW)
+NAME_BYTES = 250
+"""A name with its place in a dict and in a list."""
+
+
+def assert_grows(few: int, many: int, most: int) -> None:
+    """Assert that at most that many bytes are kept per item."""
+    assert many - few < most * (MANY - FEW)
 
 
 def count(path: Path, kind: type, **keys: Any) -> int:
     return sum(isinstance(item, kind) for item in scan(directory(path, **keys), 0))
 
 
-@pytest.mark.usefixtures("small_pages")
-def test_a_large_folder_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_large_folder_only_the_names_are_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scans, signatures = [], []
     for size in (FEW, MANY):
         monkeypatch.setattr(os, "scandir", partial(Listing, size))
@@ -136,12 +103,11 @@ def test_a_large_folder_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytes
         scans.append(peak(lambda: count(tmp_path, Rejected)))
         signatures.append(peak(lambda: signature(directory(tmp_path), 0)))
     monkeypatch.undo()  # the folder is removed with the real function
-    assert_flat(*scans)
-    assert_flat(*signatures)
+    assert_grows(*scans, NAME_BYTES)
+    assert_grows(*signatures, 10)
 
 
-@pytest.mark.usefixtures("small_pages")
-def test_many_masks_are_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_masks_only_the_names_are_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = write_files(tmp_path / "set", {"000000007.jpg": png(), "000000007.txt": "x"})
     masks = write_files(tmp_path / "masks", {"000000007.jpg": b"mask"})
     listed, peaks = os.scandir, []
@@ -154,7 +120,7 @@ def test_many_masks_are_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.M
         assert item.mask.read() == b"mask"
         peaks.append(peak(lambda: count(root, Record, mask_path=masks)))
     monkeypatch.undo()  # the folder is removed with the real function
-    assert_flat(*peaks)
+    assert_grows(*peaks, NAME_BYTES)
 
 
 TABLES: dict[str, Callable[[list[tuple[str, str]]], str]] = {
@@ -165,40 +131,39 @@ TABLES: dict[str, Callable[[list[tuple[str, str]]], str]] = {
 }
 
 
-@pytest.mark.usefixtures("small_pages")
 @pytest.mark.parametrize("name", TABLES)
-def test_a_long_table_is_not_held_in_memory(tmp_path: Path, name: str) -> None:
+def test_a_long_table_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(rows, "_CHUNK", 500)  # both sizes fill it
     peaks = []
     for size in (FEW, MANY):
-        rows = [(f"{n:09d}.jpg", f"caption {n}") for n in range(size)]
-        root = write_files(tmp_path / str(size), {name: TABLES[name](rows), "000000007.jpg": png()})
+        listed = [(f"{n:09d}.jpg", f"caption {n}") for n in range(size)]
+        root = write_files(tmp_path / str(size), {name: TABLES[name](listed), "000000007.jpg": png()})
         assert captions(scan(directory(root), 0)) == {"000000007.jpg": ("caption 7",)}
         assert count(root, Rejected) == size - 1
         peaks.append(peak(lambda root=root: count(root, Rejected)))
-    assert_flat(*peaks)
+    assert_grows(*peaks, 10)
 
 
-@pytest.mark.usefixtures("small_pages")
-def test_a_long_tar_is_not_held_in_memory(tmp_path: Path) -> None:
+def test_of_a_long_tar_only_the_names_are_held_in_memory(tmp_path: Path) -> None:
     peaks = []
     for size in (FEW, MANY):
         members = [(f"{n}.{end}", b"x") for n in range(size) for end in ("jpg", "txt")]
         path = write_tar(tmp_path / f"{size}.tar", members)
         assert count(path, Record) == size
         peaks.append(peak(lambda path=path: count(path, Record)))
-    assert_flat(*peaks)
+    assert_grows(*peaks, NAME_BYTES)
 
 
 def test_a_full_temporary_disk_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    database = name_store.temporary_database
+    database = tables.temporary_database
 
     def small() -> Any:
         opened = database()
         opened.execute("PRAGMA max_page_count = 8")
         return opened
 
-    monkeypatch.setattr(name_store, "temporary_database", small)
-    monkeypatch.setattr(os, "scandir", partial(Listing, 20_000))
+    monkeypatch.setattr(tables, "temporary_database", small)
+    write_files(tmp_path, {"captions.json": json.dumps({f"{n}.jpg": "x" for n in range(2000)})})
     with pytest.raises(UserError, match=r"full.*SQLITE_TMPDIR"):
         count(tmp_path, Rejected)
 

@@ -9,7 +9,7 @@ import pytest
 from sd3_light.sources.locations import location_from_text, location_text
 from sd3_light.sources.parquet import ParquetCell
 from sd3_light.sources.preprocess import Reject
-from sd3_light.sources.records import FileBytes, FileRange, Location, Record, file_version
+from sd3_light.sources.records import FileBytes, FileRange, Location, Record, location_version
 from sd3_light.sources.scan import scan
 from sd3_light.sources.signature import signature
 from tests.unit.sources.inputs import directory, png, write_files, write_tar
@@ -51,13 +51,13 @@ def test_versions_follow_the_file(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "set.tar", [("a.png", png()), ("a.txt", b"a")])
     (item,) = scan(directory(path), 0)
     assert isinstance(item, Record)
-    before = file_version(item.image.path)
+    before = location_version(item.image)
     os.utime(path, ns=(1, 1))
-    assert file_version(item.image.path) == before.split("-")[0] + "-1"
+    assert location_version(item.image) == before.split("-")[0] + "-1"
     path.unlink()
     for location in (item.image, FileBytes(str(path)), ParquetCell(str(path), "image", 0, 0)):
         with pytest.raises(Reject, match="unreadable"):
-            file_version(location.path)
+            location_version(location)
 
 
 @pytest.fixture
@@ -137,24 +137,15 @@ def test_the_signature_ignores_other_changes(place: Path, change: str) -> None:
     assert sign(place) == before
 
 
-SETTINGS: list[dict[str, Any]] = [
-    {"caption_prefix": "x"},
-    {"subsample_ratio": 0.5},
-    {"skip_empty_caption": True},
-    {"shuffle_tags": True},
-    {"cache_shuffle_num": 3},
-    {"cache_shuffle_delimiter": ";"},
-    {"image_column": "x"},
-    {"caption_column": "x"},
-    {"where": "x > 1"},
-    {"mask_path": None},
-    {"default_mask_file": None},
-    {"index": 1},
-]
+SETTINGS: dict[str, Any] = {
+    **{"caption_prefix": "x", "image_column": "x", "caption_column": "x", "where": "x > 1", "subsample_ratio": 0.5},
+    **{"skip_empty_caption": True, "shuffle_tags": True, "cache_shuffle_num": 3, "cache_shuffle_delimiter": ";"},
+    **{"mask_path": None, "default_mask_file": None, "index": 1},
+}
 
 
 def test_every_scan_setting_changes_the_signature(place: Path) -> None:
-    signatures = [sign(place), *(sign(place, **keys) for keys in SETTINGS)]
+    signatures = [sign(place), *(sign(place, **{key: value}) for key, value in SETTINGS.items())]
     assert len(set(signatures)) == len(signatures)
     assert sign(place, num_repeats=3.0, flip=True) == sign(place)
 

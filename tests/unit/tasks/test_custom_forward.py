@@ -4,6 +4,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -223,17 +224,13 @@ def test_loggers_are_called_after_every_step_with_the_loss(tmp_path: Path, monke
     calls.clear()
     run(tmp_path / "older", logger=Older(tmp_path / "older"), batch_size=2, save_steps=None)
     assert calls == [0, 1, 2, 3]
-    opened: list[Any] = []
-
-    def open_trackers(monitoring: Any, folder: Path, config: dict[str, Any]) -> list[Any]:
-        opened.append((monitoring.enable_wandb, monitoring.wandb_tracker_name, config["learning_rate"]))
-        return []
-
+    open_trackers = Mock(return_value=[])
     monkeypatch.setattr("sd3_light.tasks.train.open_trackers", open_trackers)
     off: dict[str, Any] = {"enable_swanlab_log": False, "swanlab_project": "p", "enable_csv_log": True}
     logger = ModelLogger(tmp_path, enable_tensorboard_log=True, enable_wandb_log=True, wandb_project="p", **off)
     run(tmp_path, logger=logger, max_steps=1)
-    assert opened == [(True, "p", 1e-2)]
+    ((monitoring, _, shown), _) = open_trackers.call_args
+    assert (monitoring.enable_wandb, monitoring.wandb_tracker_name, shown["learning_rate"]) == (True, "p", 1e-2)
     with pytest.raises(UserError, match="enable_swanlab_log is not supported; use enable_wandb_log"):
         ModelLogger(tmp_path, enable_swanlab_log=True)
 
@@ -259,18 +256,13 @@ def test_weights_are_renamed_by_prefix_and_converter(tmp_path: Path) -> None:
 
 def test_workers_of_args_are_honoured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In both stages, and 0 means 0; tasks prefetch one batch per worker, data processes two items."""
-    seen: list[tuple[Any, Any]] = []
-
-    class Spied(torch.utils.data.DataLoader[Any]):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            seen.append((kwargs["num_workers"], kwargs.get("prefetch_factor")))
-            super().__init__(*args, **kwargs)
-
-    monkeypatch.setattr("sd3_light.data.loader.DataLoader", Spied)
+    loader = Mock(wraps=torch.utils.data.DataLoader)
+    monkeypatch.setattr("sd3_light.data.loader.DataLoader", loader)
     for workers in (0, 1):
         args = Namespace(dataset_num_workers=workers)
         process(tmp_path / f"cache{workers}", num_workers=8, args=args)
         run(tmp_path / f"run{workers}", num_workers=3, args=args)
+    seen = [(call.kwargs["num_workers"], call.kwargs.get("prefetch_factor")) for call in loader.call_args_list]
     assert seen == [(0, None), (0, None), (1, 2), (1, 1)]
 
 

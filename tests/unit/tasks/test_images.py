@@ -7,6 +7,7 @@ import pickle
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -69,23 +70,20 @@ def test_images_have_buckets_or_are_left_out(folder: Path, capsys: pytest.Captur
 
 
 def test_images_are_decoded_once_to_check_and_again_to_be_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoded: list[Any] = []
-    real = module.decode_images
-    monkeypatch.setattr(module, "decode_images", lambda tasks: decoded.append(tasks) or real(tasks))
+    decode = Mock(wraps=module.decode_images)
+    monkeypatch.setattr(module, "decode_images", decode)
     data = ImageFolder(folder, num_workers=0, **KEYS)
-    assert len(decoded) == len(data) == 6
+    assert decode.call_count == len(data) == 6
     assert len(pickle.dumps(data)) < 20_000, "no pixels are kept"
     data[2]
-    assert len(decoded) == 7
+    assert decode.call_count == 7
 
 
 def test_a_catalogue_is_kept_for_later_runs(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     truncate(folder, "3.png")
     first = ImageFolder(folder, catalogue=tmp_path / "catalogue", **KEYS)
 
-    def again(*_: Any) -> Any:
-        raise AssertionError("probed or decoded again")
-
+    again = Mock(side_effect=AssertionError("probed or decoded again"))
     monkeypatch.setattr("sd3_light.sources.catalogue.probe_images", again)
     monkeypatch.setattr(module, "decode_images", again)
     second = ImageFolder(folder, catalogue=tmp_path / "catalogue", num_workers=0, **KEYS)

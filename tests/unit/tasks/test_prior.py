@@ -3,14 +3,12 @@
 import runpy
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
 from PIL import Image
 from safetensors.torch import load_file
-from torch.utils.data import Dataset
 
 from sd3_light.config.faults import UserError
 from sd3_light.runlog import read_log
@@ -49,27 +47,18 @@ def test_class_images_are_weighted_and_drawn_once(tmp_path: Path) -> None:
         ClassPictures(tmp_path, "a dog", 0, make, {})
 
 
-class Pairs(Dataset[Any]):
-    """Preferred latents, all 1, and rejected ones, all -1."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"latents": torch.ones(3, 4, 4), "rejected": -torch.ones(3, 4, 4)}
-
-
 def test_a_lora_learns_a_preference(tmp_path: Path) -> None:
     model = Toy(adapter=True)
     model.units, model.loss = (), FlowMatchDPOLoss(beta=20.0)
-    events = train(tmp_path, model, Pairs(), save_steps=100, batch_size=4, num_epochs=20)
+    pair = {"latents": torch.ones(3, 4, 4), "rejected": -torch.ones(3, 4, 4)}
+    events = train(tmp_path, model, [pair] * 8, save_steps=100, batch_size=4, num_epochs=20)
     losses = [loss for (loss,) in steps(events, "loss")]
     assert losses[0] == pytest.approx(0.6931, abs=1e-3), "a new adapter has no preference"
     assert sum(losses[-5:]) / 5 < 0.5
     whole = Toy()
     whole.units, whole.loss = (), FlowMatchDPOLoss()
     with pytest.raises(UserError, match="train an adapter"):
-        whole.each([Pairs()[0]])
+        whole.each([pair])
 
 
 SCRIPT = Path(__file__).with_name("tutorial_script.py")

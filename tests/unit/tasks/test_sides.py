@@ -5,32 +5,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from sd3_light.config.faults import UserError
-from sd3_light.tasks import DiffusionTrainingModule, ImageFolder, PipelineUnit, ProcessedDataset
+from sd3_light.tasks import ImageFolder, ProcessedDataset
 from sd3_light.tasks.sides import Sides, parse_sides
 from tests.unit.tasks import toy
-from tests.unit.tasks.toy import Toy, process
+from tests.unit.tasks.test_images import Tiny
+from tests.unit.tasks.toy import process
 
 KEYS: dict[str, Any] = {"resolutions": [32], "validation": True}
-
-
-class Pixels(PipelineUnit):
-    """Turns the image into what the toy reads."""
-
-    reads, writes = ("image",), ("latents",)
-
-    def run(self, module: Any, image: Any) -> dict[str, torch.Tensor]:
-        pixels = torch.from_numpy(np.array(image.resize((4, 4)))).permute(2, 0, 1)
-        return {"latents": pixels.float() / 128 - 1}
-
-
-class PixelToy(Toy):
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        DiffusionTrainingModule.__init__(self, torch.nn.Conv2d(3, 3, 3, padding=1), [Pixels()])
 
 
 @pytest.fixture
@@ -54,7 +38,7 @@ class Recorded(ImageFolder):
 
 
 def train(out: Path, data: Any, **settings: Any) -> list[dict[str, Any]]:
-    return toy.train(out, PixelToy(), data, engine="torch", **settings)
+    return toy.train(out, Tiny(), data, engine="torch", **settings)
 
 
 def test_training_leaves_out_evaluated(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,7 +61,7 @@ def test_training_leaves_out_evaluated(folder: Path, tmp_path: Path, capsys: pyt
 
 def test_two_stages_hold_out_the_same_images(folder: Path, tmp_path: Path) -> None:
     data = ImageFolder(folder, **KEYS)
-    processed = process(tmp_path / "cache", data, PixelToy(), shard_size=5)
+    processed = process(tmp_path / "cache", data, Tiny(), shard_size=5)
     assert processed.sides == data.sides
     there = ProcessedDataset((tmp_path / "cache").as_uri(), stream_cache_dir=tmp_path / "fetched")
     assert there.sides == data.sides
@@ -96,7 +80,7 @@ def test_two_stages_hold_out_the_same_images(folder: Path, tmp_path: Path) -> No
 def test_a_folder_that_is_not_divided_stays_so(folder: Path, tmp_path: Path) -> None:
     data = ImageFolder(folder, resolutions=[32])
     assert data.sides is None
-    assert process(tmp_path / "cache", data, PixelToy()).sides is None
+    assert process(tmp_path / "cache", data, Tiny()).sides is None
     with pytest.raises(UserError, match="eval_steps needs eval_dataset beside it, or ImageFolder with validation"):
         train(tmp_path / "out", data, eval_steps=5)
     data = ImageFolder(folder, resolutions=[32, 64], validation=True)

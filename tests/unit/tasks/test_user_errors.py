@@ -9,6 +9,7 @@ from argparse import Namespace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -238,10 +239,8 @@ def test_a_killed_worker_loses_no_step(tmp_path: Path, monkeypatch: pytest.Monke
 def test_an_error_stays_as_it_is_when_the_device_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing can be saved."""
 
-    def die(*args: Any) -> None:
-        raise RuntimeError("the device is gone")
-
-    monkeypatch.setattr("sd3_light.checkpoint.background.HostBuffers.copy", die)
+    gone = Mock(side_effect=RuntimeError("the device is gone"))
+    monkeypatch.setattr("sd3_light.checkpoint.background.HostBuffers.copy", gone)
     with pytest.raises(UserError, match=r"odd; fix it$") as error:
         run(tmp_path, Fails(3, ValueError("odd")))
     assert isinstance(error.value.__cause__, ValueError), "an error is not its own cause"

@@ -44,14 +44,14 @@ def test_a_note_is_found_by_the_same_facts() -> None:
     assert code(model="a").read(time.time()) == note, "the first one stays"
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"time": "soon", "text_step": 1}', '{"time": 1}'])
-def test_a_damaged_note_is_none(text: str) -> None:
+def test_without_a_folder_there_are_no_notes_and_damaged_ones_are_none(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
     path = code(model="a").path
-    path.write_text(text, encoding="utf-8")
-    assert code(model="a").read(time.time()) is None
-
-
-def test_without_a_folder_there_are_no_notes(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    for text in ("", "[]", "{", '{"time": "soon", "text_step": 1}', '{"time": 1}'):
+        path.write_text(text, encoding="utf-8")
+        assert code(model="a").read(time.time()) is None
+    path.unlink()
     monkeypatch.setenv(COMPILED_CODE, str(folder / "missing"))
     code(model="a").write(None)
     monkeypatch.delenv(COMPILED_CODE)

@@ -56,6 +56,16 @@ def test_speed_counts_training_only(clock: list[float]) -> None:
     training_meter.add(3, result(), samples=12, flops=600)
     training_meter.collect(wait=True)
     assert training_meter.record()["samples_per_second"] == pytest.approx(12.0), "a record resets the counters"
+    # a step takes 5 s to queue, 3 of them until its data arrive
+    load = LoadTimes()
+    training_meter = Meter(load=load)
+    for _ in range(2):
+        with training_meter.launching():
+            clock[0] += 5
+            load.waited += 3
+        load.waited += 10  # outside of steps
+    assert training_meter.mark().clock.launched == pytest.approx(2 * 2)
+    assert training_meter.mark().clock.loaded == pytest.approx(2 * 13)
 
 
 def test_bands_are_means_over_their_samples() -> None:
@@ -89,19 +99,6 @@ def test_samples_are_sorted_into_bands_by_timestep() -> None:
     assert sums[:9].tolist() == [3, 4, 0, 0, 0, 8, 0, 0, 0]
     assert sums[9] != sums[9], "a non-finite loss stays in its band"
     assert (BAND_NAMES[0], BAND_NAMES[9]) == ("0.0-0.1", "0.9-1.0")
-
-
-def test_data_that_arrive_while_a_step_is_queued_are_waited_for(clock: list[float]) -> None:
-    """A step takes 5 s to queue, 3 of them until its data arrive."""
-    load = LoadTimes()
-    training_meter = Meter(load=load)
-    for _ in range(2):
-        with training_meter.launching():
-            clock[0] += 5
-            load.waited += 3
-        load.waited += 10  # outside of steps
-    assert training_meter.mark().clock.launched == pytest.approx(2 * 2)
-    assert training_meter.mark().clock.loaded == pytest.approx(2 * 13)
 
 
 def test_numbers_have_arrived_if_all_until_the_mark_have() -> None:

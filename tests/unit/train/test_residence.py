@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -109,14 +110,13 @@ def test_auto_takes_the_fastest_memory(place: Place, gpu: dict[str, int], capsys
     assert 'cache: streamed from its shards (cache_residence = "auto": ' in capsys.readouterr().err
 
 
-def test_auto_streams_on_a_cpu_from_a_url_and_for_less_than_an_epoch(place: Place, gpu: dict[str, int]) -> None:
+def test_auto_streams_on_a_cpu_from_a_url_and_for_less_than_an_epoch_on_all_ranks_alike(
+    place: Place, gpu: dict[str, int]
+) -> None:
     assert where(place(device=CPU)) == "stream"
     assert where(place(remote=True)) == "stream"
     assert where(place("max_steps=1")) == "stream"
     assert where(place("pipeline_stages=2", launch=Launch(0, 0, 2))) == "host"
-
-
-def test_all_ranks_choose_alike(place: Place, gpu: dict[str, int]) -> None:
     groups = Ranks()
     assert where(place(groups=groups)) == "device"
     object.__setattr__(groups, "room", Room(1 << 20, 0, 64 * GIB, 1))
@@ -141,10 +141,7 @@ def test_a_cache_that_cannot_be_loaded_after_all_is_streamed(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def fail(*_: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(residence, "load_cache", fail)
+    monkeypatch.setattr(residence, "load_cache", Mock(side_effect=error))
     assert place() is None
     _, line = capsys.readouterr().err.splitlines()
     first = str(error).partition("\n")[0]
@@ -152,7 +149,7 @@ def test_a_cache_that_cannot_be_loaded_after_all_is_streamed(
     for value in ("host", "device"):
         with pytest.raises(type(error)):
             place(f'cache_residence="{value}"')
-    monkeypatch.setattr(residence, "load_cache", lambda *_: (_ for _ in ()).throw(RuntimeError("a bug")))
+    monkeypatch.setattr(residence, "load_cache", Mock(side_effect=RuntimeError("a bug")))
     with pytest.raises(RuntimeError, match="a bug"):
         place()
 

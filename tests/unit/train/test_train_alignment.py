@@ -56,6 +56,8 @@ def terms(project: Project, run: str = "run") -> dict[int, float]:
 def test_a_block_is_aligned_with_cached_features_until_a_share_of_the_run(aligned: Project, projector: str) -> None:
     table = f'objective.alignment={{until=0.5, projector="{projector}"}}'
     aligned.train(FLOW, table)
+    aligned.train(FLOW, table, 'output_dir="resident"', 'cache_residence="host"')
+    assert terms(aligned, "resident") == terms(aligned)
     logged = terms(aligned)
     assert all(0.5 < logged[step] < 1.5 for step in (1, 2))
     assert logged[3] == logged[4] == 0
@@ -65,7 +67,11 @@ def test_a_block_is_aligned_with_cached_features_until_a_share_of_the_run(aligne
 
 
 def test_the_projector_learns_and_is_checkpointed_but_not_averaged_or_exported(aligned: Project) -> None:
-    aligned.train(FLOW, "objective.alignment={}", "save_every_n_steps=4")
+    """Tokens that skip the block are left out."""
+    routing = "model.routing={share=0.5, first_block=2, last_block=3}"
+    keys = ("objective.alignment={block=2}", "model.num_layers=4", "save_every_n_steps=4")
+    aligned.train(FLOW, *keys, routing)
+    assert all(0.5 < value < 1.5 for value in terms(aligned).values())
     first, last = (open_checkpoint(saved(aligned, "run", step)) for step in (2, 4))
     assert not torch.equal(first.tensor(f"param/{HEAD}"), last.tensor(f"param/{HEAD}"))
     assert f"ema/{HEAD}" not in last.shapes
@@ -82,19 +88,6 @@ def test_a_run_resumes_with_the_same_bits(aligned: Project, table: str) -> None:
     assert same(tensors(saved(aligned, "run", 4)), tensors(saved(aligned, "again", 4)))
     assert terms(aligned, "again") == {step: terms(aligned)[step] for step in (3, 4)}
     assert terms(aligned)[3] > 0 == terms(aligned)[4]
-
-
-def test_a_cache_in_memory_gives_the_same_losses(aligned: Project) -> None:
-    term = (FLOW, "objective.alignment={}")
-    aligned.train(*term)
-    aligned.train(*term, 'output_dir="resident"', 'cache_residence="host"')
-    assert terms(aligned, "resident") == terms(aligned)
-
-
-def test_tokens_that_skip_the_block_are_left_out(aligned: Project) -> None:
-    routing = "model.routing={share=0.5, first_block=2, last_block=3}"
-    aligned.train(FLOW, "objective.alignment={block=2}", "model.num_layers=4", routing)
-    assert all(0.5 < value < 1.5 for value in terms(aligned).values())
 
 
 def test_a_cache_without_features_is_named(aligned: Project) -> None:

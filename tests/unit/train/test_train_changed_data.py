@@ -107,16 +107,14 @@ def test_images_that_cannot_be_decoded_do_not_count(project: Project, encoding: 
     assert encoding == []
 
 
-def test_a_changed_image_keeps_the_order_of_a_bucket_with_one_shard(project: Project) -> None:
+def test_a_changed_image_keeps_the_order_of_its_shard_and_damaged_lists_of_rejects_do_not_matter(
+    project: Project,
+) -> None:
     project.train(*KEYS)
     path = images(project)[0]
     with Image.open(path) as image:
         image.convert("L").convert("RGB").save(path)
     assert project.train(*MORE, resume=Resume()).step == 2
-
-
-def test_damaged_lists_of_rejects_do_not_end_a_resume(project: Project, encoding: list[int]) -> None:
-    project.train(*KEYS)
     shards = project.cache / "shards"
     (shards / "damaged.rejects.jsonl").write_text('{"key": "cut')
     (shards / "other.rejects.jsonl").write_text('[1]\n{"reason": "unreadable"}\n')

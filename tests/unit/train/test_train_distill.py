@@ -1,8 +1,8 @@
 """Distillation from a TOML: guidance and fewer calls, with every teacher, resuming, and what exports say."""
 
 import json
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +17,7 @@ from sd3_light.model.base_values import unlearnt_steps, with_base_values
 from sd3_light.train.verb import Resume
 from tests.checkpoints import same, tensors
 from tests.project import Project
-from tests.unit.train.test_train_preferences import write_start
+from tests.unit.train.test_train_preferences import start_from_weights, the_fault
 
 pytestmark = pytest.mark.usefixtures("unproven")
 
@@ -30,11 +30,7 @@ EVAL = ("eval_every_n_steps=2", 'eval_datasets=["eval.toml"]')
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory, raw_project: Project) -> Project:
     """A project that continues a denoiser without zero weights."""
-    project = raw_project.copy(tmp_path_factory.mktemp("distill") / "project")
-    (project.folder / "eval.toml").write_text('resolutions = [64]\n[[directory]]\npath = "images"\n')
-    text = project.train_toml.read_text().replace('init = "random"', 'init = "start"')
-    project.train_toml.write_text(text)
-    write_start(project)
+    project = start_from_weights(raw_project, tmp_path_factory.mktemp("distill"))
     project.build_cache(*EVAL)
     return project
 
@@ -74,16 +70,11 @@ def test_distillation_trains_and_resumes_exactly(project: Project, kind: str) ->
     assert same(ours, theirs)
 
 
-def read(path: Path) -> dict[str, Any]:
-    table: dict[str, Any] = json.loads(path.read_text())
-    return table
-
-
 def test_the_export_of_few_steps_says_how_it_is_sampled(project: Project) -> None:
     project.train(*STEPS, "objective.distill.steps=4", 'output_dir="run"')
     export = project.run / "exports" / checkpoint_name(4)
-    assert read(export / "sd3_light.json")["sampling"] == {"steps": 4, "guidance": 1.0}
-    assert read(export / "scheduler" / "scheduler_config.json")["shift_terminal"] == 0.25
+    assert json.loads((export / "sd3_light.json").read_text())["sampling"] == {"steps": 4, "guidance": 1.0}
+    assert json.loads((export / "scheduler" / "scheduler_config.json").read_text())["shift_terminal"] == 0.25
     card = (export / "README.md").read_text()
     assert "num_inference_steps=4, guidance_scale=1, generator=seed" in card
     assert "guidance_scale=4.0" not in card
@@ -115,12 +106,7 @@ def test_check_counts_the_teacher_and_names_faults(project: Project) -> None:
     assert 1.6 < flops[1] / flops[0] < 1.8, "two passes of the teacher"
     assert 2.3 < flops[2] / flops[0] < 2.5, "four"
 
-    def fault(*keys: str) -> str:
-        with pytest.raises(ConfigFaults) as caught:
-            project.load(*keys)
-        (only,) = caught.value.faults
-        return str(only)
-
+    fault = partial(the_fault, project.load)
     average = 'objective.distill.teacher="average"'
     assert "write ema.enable = true" in fault(*STEPS, average, "ema.enable=false")
     assert "objective.distill: pipeline stages run one pass" in fault(*STEPS, "pipeline_stages=2")

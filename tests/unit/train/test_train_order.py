@@ -19,25 +19,17 @@ SEGMENTS = [Segment(8), Segment(5, 1.5)]
 
 
 def facts(
-    seed: int = 0, segments: list[Segment] | None = None, batch: int = 4, window: int = 16, drop: bool = False
+    seed: int = 0, segments: list[Segment] = SEGMENTS, batch: int = 4, window: int = 16, drop: bool = False
 ) -> dict[str, Any]:
-    return order_facts(build_order(seed, [(segments or SEGMENTS, batch), ([Segment(3)], batch)], window, drop))
+    return order_facts(build_order(seed, [(segments, batch), ([Segment(3)], batch)], window, drop))
 
 
 def test_equal_orders_have_equal_facts() -> None:
     assert facts() == facts()
-    changed = [
-        facts(seed=1),
-        facts(batch=2),
-        facts(window=4),
-        facts(drop=True),
-        facts(segments=SEGMENTS[::-1]),
-        facts(segments=[Segment(7), Segment(6, 1.5)]),
-        facts(segments=[Segment(8), Segment(5, 1.4)]),
-        facts(segments=[*SEGMENTS, Segment(1)]),
-    ]
-    assert all(other != facts() for other in changed)
-    assert len({str(other) for other in changed}) == len(changed)
+    others = [SEGMENTS[::-1], [Segment(7), Segment(6, 1.5)], [Segment(8), Segment(5, 1.4)], [*SEGMENTS, Segment(1)]]
+    changed = [facts(seed=1), facts(batch=2), facts(window=4), facts(drop=True)]
+    changed += [facts(segments=segments) for segments in others]
+    assert len({str(each) for each in (facts(), *changed)}) == 9
 
 
 @pytest.mark.parametrize(("nodes", "by_segment"), [((4, 2), True), ((3, 3), True), ((6,), False)])

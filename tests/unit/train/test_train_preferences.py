@@ -1,5 +1,7 @@
 """Preferences from a TOML: pairs of images in the cache, every kind of teacher, and resuming."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,7 @@ def read(project: Project) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory, raw_project: Project) -> Project:
     """A project whose rejected images are blurred, of another size, and in one case missing or the image itself."""
-    project = raw_project.copy(tmp_path_factory.mktemp("pairs") / "project")
+    project = start_from_weights(raw_project, tmp_path_factory.mktemp("pairs"))
     worse = project.images / "worse"
     worse.mkdir()
     for number, path in enumerate(sorted(project.images.glob("*.png"))):
@@ -54,22 +56,33 @@ def pairs(tmp_path_factory: pytest.TempPathFactory, raw_project: Project) -> Pro
             elif number > 1:
                 blurred.save(worse / f"{path.stem}.jpg")
     project.data(project.data_toml.read_text() + 'rejected = "images/worse"\n')
-    (project.folder / "eval.toml").write_text('resolutions = [64]\n[[directory]]\npath = "images"\n')
-    text = project.train_toml.read_text().replace('init = "random"', 'init = "start"')
-    project.train_toml.write_text(text)
-    write_start(project)
     project.build_cache(*DPO)
     return project
 
 
-def write_start(project: Project) -> None:
-    """Write a denoiser without zero weights, so that a prediction depends on every weight."""
+def start_from_weights(raw: Project, folder: Path) -> Project:
+    """Return a project that continues a denoiser without zero weights: a prediction depends on every weight.
+
+    It has an evaluation set, and no cache.
+    """
+    project = raw.copy(folder / "project")
+    (project.folder / "eval.toml").write_text('resolutions = [64]\n[[directory]]\npath = "images"\n')
+    project.train_toml.write_text(project.train_toml.read_text().replace('init = "random"', 'init = "start"'))
     transformer = new_transformer(SIZES["tiny2"].transformer_config(), 0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in transformer.parameters():
             parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
     transformer.save_pretrained(project.folder / "start" / "transformer")
+    return project
+
+
+def the_fault(read: Callable[..., object], *arguments: Any) -> str:
+    """Return the only fault of a config."""
+    with pytest.raises(ConfigFaults) as caught:
+        read(*arguments)
+    (only,) = caught.value.faults
+    return str(only)
 
 
 @pytest.fixture
@@ -149,12 +162,7 @@ def test_check_counts_teacher_and_pairs_and_names_faults(project: Project) -> No
     with pytest.raises(ConfigFaults, match=r"objective\.dpo\.teacher"):
         check.run(project.load(*DPO, 'objective.dpo.teacher="./nothing"'))
 
-    def fault(*keys: str) -> str:
-        with pytest.raises(ConfigFaults) as caught:
-            project.load(*keys)
-        (only,) = caught.value.faults
-        return str(only)
-
+    fault = partial(the_fault, project.load)
     average = 'objective.dpo.teacher="average"'
     assert "write ema.enable = true" in fault(*DPO, average, "ema.enable=false")
     assert "objective.dpo: pipeline stages run one pass and no teacher" in fault(*DPO, "pipeline_stages=2")

@@ -21,7 +21,7 @@ from sd3_light.world.captions import parse_caption
 from tests import checkpoints
 from tests.judge_folders import write_clip, write_vision
 from tests.project import Project
-from tests.unit.train.test_train_preferences import write_start
+from tests.unit.train.test_train_preferences import start_from_weights
 
 pytestmark = pytest.mark.usefixtures("unproven")
 
@@ -49,11 +49,9 @@ def redness(images: Images, prompts: Sequence[str]) -> Any:
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory, raw_project: Project) -> Project:
     """A project whose cache has the prompts of [reward], and a denoiser without zero weights."""
-    project = raw_project.copy(tmp_path_factory.mktemp("rewards") / "project")
+    project = start_from_weights(raw_project, tmp_path_factory.mktemp("rewards"))
     (project.folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n\n", encoding="utf-8")
-    text = project.train_toml.read_text().replace('init = "random"', 'init = "start"')
-    project.train_toml.write_text(text + REWARD)
-    write_start(project)
+    project.train_toml.write_text(project.train_toml.read_text() + REWARD)
     project.build_cache()
     return project
 
@@ -103,6 +101,11 @@ def test_a_resumed_run_equals_the_whole(project: Project, kind: str) -> None:
     else:
         assert distances[0] == pytest.approx(0, abs=1e-9)
         assert distances[1] > 1e-9
+        write_run_page(project.run, project.folder / "report.html")
+        page = (project.folder / "report.html").read_text(encoding="utf-8")
+        for title in ("Score of drawn images", "Diversity", "Distance from the start", "Drawing"):
+            assert f"<h3>{title}</h3>" in page
+        assert page.index('id="rewards"') < page.index('id="validation"')
 
 
 def test_prompts_that_change_inside_a_window_are_refused(project: Project) -> None:
@@ -149,15 +152,11 @@ def brightness(images: Images, prompts: Sequence[str]) -> Any:
     return images.mean((1, 2, 3))
 
 
-def unmarked(images: Images, prompts: Sequence[str]) -> Any:
-    return images.mean((1, 2, 3))
-
-
 def test_an_installed_function_must_be_marked(project: Project) -> None:
     cpu = torch.device("cpu")
     assert open_reward(f"{__name__}:brightness", cpu) is brightness
     for name, problem in {
-        f"{__name__}:unmarked": r"is not marked as a reward; write @sd3_light\.tasks\.reward above it",
+        f"{__name__}:redness": r"is not marked as a reward; write @sd3_light\.tasks\.reward above it",
         "shutil:rmtree": "is not marked as a reward",
         "shutil:os": r"shutil\.py defines no function os; correct the name",
         f"{__name__}:nothing": "defines no function nothing; correct the name",
@@ -264,13 +263,3 @@ def test_check_names_what_is_missing_and_states_images_memory_and_time(project: 
     assert adapted.setup.other_models == plain.setup.other_models, "an adapter is switched off"
     often = check.run(project.load(*KEYS, "reward.every_n_steps=1"))
     assert often.run_flops.value > plain.run_flops.value
-
-
-def test_the_report_charts_rewards(project: Project) -> None:
-
-    run(project, "adapter.rank=2")
-    write_run_page(project.run, project.folder / "report.html")
-    page = (project.folder / "report.html").read_text(encoding="utf-8")
-    for title in ("Score of drawn images", "Diversity", "Distance from the start", "Drawing"):
-        assert f"<h3>{title}</h3>" in page
-    assert page.index('id="rewards"') < page.index('id="validation"')

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from sd3_light.check import verb as check
 from sd3_light.checkpoint.store import checkpoint_name
-from sd3_light.config import SIZES, ConfigFaults
+from sd3_light.config import SIZES
 from sd3_light.model.lora_layers import LoraModule
 from sd3_light.model.training_adapter import TrainingAdapter
 from sd3_light.train.verb import Resume
 from tests import checkpoints
 from tests.project import Project
-from tests.unit.train.test_train_preferences import write_start
+from tests.unit.train.test_train_preferences import start_from_weights, the_fault
 
 pytestmark = pytest.mark.usefixtures("unproven")
 
@@ -37,10 +37,7 @@ def write_adapter(folder: Path, width: int, layer: str = LAYER, size: float = 3.
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory, raw_project: Project) -> Project:
-    project = raw_project.copy(tmp_path_factory.mktemp("undo") / "project")
-    (project.folder / "eval.toml").write_text('resolutions = [64]\n[[directory]]\npath = "images"\n')
-    project.train_toml.write_text(project.train_toml.read_text().replace('init = "random"', 'init = "start"'))
-    write_start(project)
+    project = start_from_weights(raw_project, tmp_path_factory.mktemp("undo"))
     write_adapter(project.folder, SIZES["tiny2"].width)
     project.build_cache(*EVAL)
     return project
@@ -103,10 +100,7 @@ def test_samples_and_exports_do_not_have_it(project: Project, keys: tuple[str, .
 
 def test_check_counts_it_and_names_its_faults(project: Project) -> None:
     def faults(*keys: str) -> str:
-        with pytest.raises(ConfigFaults) as caught:
-            check.run(project.load(*keys))
-        (only,) = caught.value.faults
-        return str(only)
+        return the_fault(lambda: check.run(project.load(*keys)))
 
     plain, counted = (check.run(project.load("adapter.rank=2", *keys)).setup for keys in ((), KEYS[:1]))
     size = sum(tensor.numel() for tensor in load_file(project.folder / FILE).values())

@@ -108,14 +108,11 @@ def test_columns_and_names_of_a_table_are_those_of_the_dataset(tmp_path: Path) -
     assert (tmp_path / "set/info.csv").read_bytes() == b'pic,long,short\na.png,"a, b",t\n'
 
 
-@pytest.mark.parametrize("table", ["captions.json", "metadata.json", "meta_cap.json"])
-def test_other_tables_are_refused_with_the_reason(tmp_path: Path, table: str) -> None:
-    write_files(tmp_path / "set", {"a.png": png(), table: json.dumps({"a.png": {"caption": "old"}})})
-    ((_, why),) = edit(tmp_path, "a.png", "old", "new").problems
-    assert why.startswith(f"the caption is in {table}, whose rows cannot be changed in place")
-
-
-def test_captions_in_tars_are_refused_with_the_reason(tmp_path: Path) -> None:
+def test_captions_in_tars_and_other_tables_are_refused_with_the_reason(tmp_path: Path) -> None:
+    for table in ("captions.json", "metadata.json", "meta_cap.json"):
+        write_files(tmp_path / table / "set", {"a.png": png(), table: json.dumps({"a.png": {"caption": "old"}})})
+        ((_, why),) = edit(tmp_path / table, "a.png", "old", "new").problems
+        assert why.startswith(f"the caption is in {table}, whose rows cannot be changed in place")
     write_tar(tmp_path / "set.tar", [("a.png", png()), ("a.txt", b"old")])
     (item,) = scan(directory(tmp_path / "set.tar"), 0)
     assert isinstance(item, Record)
@@ -200,7 +197,7 @@ def test_a_damaged_table_is_refused_or_one_caption_changes(tmp_path: Path, kind:
     lines = ["file_name,text,n", *('{file_name},"{name}, ""x""",7'.format(**row, name=row["text"][0]) for row in rows)]
     whole = "\n".join(lines if kind == "csv" else map(json.dumps, rows)).encode()
     changed = 0
-    for number in range(150):
+    for number in range(60):
         root = tmp_path / str(number)
         write_files(root / "set", {f"{name}.png": png() for name in "abc"})
         write_files(root / "set", {f"metadata.{kind}": mutated(draw, whole)})
@@ -216,7 +213,7 @@ def test_a_damaged_table_is_refused_or_one_caption_changes(tmp_path: Path, kind:
         else:
             changed += 1
             assert after == {**before, "b.png": ("new", *before["b.png"][1:])}, data
-    assert changed > 50
+    assert changed > 20
 
 
 ODD = ['"', ",", "\n", "\r\n", "\r", "a", "é", "\u2028", " ", "\ufeff", "\\", "'", "{", "</script>", "\x1c"]
@@ -224,7 +221,7 @@ ODD = ['"', ",", "\n", "\r\n", "\r", "a", "é", "\u2028", " ", "\ufeff", "\\", "
 
 def test_any_caption_survives_in_any_file(tmp_path: Path) -> None:
     draw = random.Random(0)
-    for number in range(150):
+    for number in range(60):
         old, new = ("".join(draw.choices(ODD, k=draw.randrange(1, 8))) for _ in range(2))
         kind = draw.choice(("csv", "jsonl"))
         quoted = '"' + old.replace('"', '""') + '"'

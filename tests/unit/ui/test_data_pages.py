@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -107,8 +108,6 @@ def test_a_long_search_stops(folders: Folders, cache: Path, now: list[float], mo
 
 
 def test_a_damaged_shard_is_noted_and_the_others_are_shown(cache: Path, tmp_path: Path) -> None:
-    import shutil
-
     copied = Path(shutil.copytree(cache, tmp_path / "cache"))
     (copied / "shards" / "32x32.arrow").write_bytes(b"not Arrow")
     page = cache_page(Folders([tmp_path]), folder_id(copied), 1)

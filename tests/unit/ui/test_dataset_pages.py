@@ -17,27 +17,27 @@ from PIL import Image
 
 from sd3_light.config import load_dataset
 from sd3_light.config.faults import UserError
+from sd3_light.core.caption_lengths import TextLimit
 from sd3_light.sources.catalogue import InputRow, make_sources, write_part
-from sd3_light.ui import sample_index
+from sd3_light.ui import dataset_jobs, sample_index
 from sd3_light.ui.dataset_jobs import read_length, tokens_lost
 from sd3_light.ui.dataset_pages import _difference
 from sd3_light.ui.datasets import _with_key
 from sd3_light.ui.folders import folder_id
 from sd3_light.ui.sample_index import Query, SampleIndex
 from tests.unit.pages.parsed_page import ParsedPage
+from tests.unit.ui.client import client_of, site_of
 from tests.waiting import wait_until
-
-pytest.importorskip("starlette", reason="needs starlette and uvicorn, the extra ui")
-pytest.importorskip("uvicorn", reason="needs starlette and uvicorn, the extra ui")
-
-from starlette.testclient import TestClient
-
-from sd3_light.core.caption_lengths import TextLimit
-from sd3_light.ui.server import Site, make_app
 
 TOML = '# mine\r\nresolutions = [64]  # px\r\nenable_ar_bucket = true\r\n\r\n[[directory]]\r\npath = "images"\r\n'
 HOSTILE = "</script><script>alert(1)</script>"
 CAPTIONS = {"a": "red cat, house", "b": "cat", "sub/c": "dog,  house, sunny", "copy": "a copy", "evil<b>": HOSTILE}
+
+
+@pytest.fixture(autouse=True)
+def read_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images are read in this process; test_other_sources.py reads them in others."""
+    monkeypatch.setattr(dataset_jobs, "_WORKERS", 0)
 
 
 @pytest.fixture
@@ -63,9 +63,9 @@ class Pages:
     """A client of the pages of one dataset."""
 
     def __init__(self, root: Path, toml: Path | None = None) -> None:
-        self.site = Site.of_folders([root], [], root / "playground", lambda: pytest.fail("no library is needed"))
+        self.site = site_of(root)
         self.id = folder_id(toml or root / "data.toml")
-        self.client = TestClient(make_app(self.site), base_url="http://127.0.0.1:7860", follow_redirects=False)
+        self.client = client_of(self.site)
 
     @property
     def dataset(self) -> Any:
@@ -135,19 +135,16 @@ def test_samples_are_filtered_sorted_and_counted(pages: Pages) -> None:
     assert all(len(names(pages.get(sort=each))) == 5 for each in sample_index.SORTS if each != "similarity")
 
 
-@pytest.mark.parametrize(
-    ("query", "note"),
-    [
+def test_a_query_that_is_not_valid_is_a_note(pages: Pages) -> None:
+    for query, note in (
         ({"where": "width >"}, "where: "),
         ({"where": "aesthetic > 5"}, "'aesthetic' is a column of a table, which this page does not keep"),
         ({"sort": "color"}, "samples cannot be sorted by 'color'"),
         ({"sort": "similarity"}, "open `similar` below an image"),
         ({"sort": "similarity", "like": "images#0/a.png"}, "the images were not compared yet"),
         ({"sort": "similarity", "like": "none"}, "there is no sample none"),
-    ],
-)
-def test_a_query_that_is_not_valid_is_a_note(pages: Pages, query: dict[str, str], note: str) -> None:
-    assert note in pages.get(**query).text
+    ):
+        assert note in pages.get(**query).text
 
 
 def test_duplicates_are_side_by_side_and_similar_ones_are_found(pages: Pages, root: Path) -> None:
@@ -183,21 +180,13 @@ def test_two_tabs_and_two_servers_cannot_overwrite_each_other(pages: Pages, root
     assert (root / "images/a.txt").read_text() == "first\n"
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"key": "images#0/none.png", "number": 0, "old": "", "new": "x"},
-        {"key": "images#0/a.png", "number": 5, "old": "", "new": "x"},
-        {"key": "images#0/a.png", "number": "0", "old": "red cat, house", "new": "x"},
-        {"key": "images#0/a.png", "number": 0, "old": "red cat, house", "new": "\ud800"},
-        {"key": "images#0/a.png", "number": 0, "old": "red cat, house", "new": 7},
-        {},
-    ],
-)
-def test_edits_that_are_not_valid_are_refused(pages: Pages, root: Path, values: dict[str, object]) -> None:
-    reply = pages.edit(**values)
-    assert reply.status_code == 400
-    assert reply.json()["error"]
+def test_edits_that_are_not_valid_are_refused(pages: Pages, root: Path) -> None:
+    valid = {"key": "images#0/a.png", "number": 0, "old": "red cat, house", "new": "x"}
+    changes: list[dict[str, object]] = [{"key": "images#0/none.png"}, {"old": "", "number": 5}, {"number": "0"}]
+    for values in ({}, *({**valid, **change} for change in (*changes, {"new": "\ud800"}, {"new": 7}))):
+        reply = pages.edit(**values)
+        assert reply.status_code == 400, values
+        assert reply.json()["error"]
     assert (root / "images/a.txt").read_text() == "red cat, house\n"
 
 
@@ -300,19 +289,16 @@ def test_a_list_that_the_toml_names_is_used_and_a_toml_that_changed_meanwhile_is
         assert reply.status_code == 303 if keys.endswith("/") else "is not a key of this dataset" in reply.text
 
 
-def test_a_faulty_toml_is_an_error_page(pages: Pages, root: Path) -> None:
-    (root / "data.toml").write_text("resolutions = 'x'\n[[directory]]\n")
-    reply = pages.client.get(f"/datasets/{pages.id}")
-    assert reply.status_code == 404
-    assert "resolutions" in ParsedPage(reply.text).text
-
-
-def test_markup_in_names_and_captions_is_text(pages: Pages) -> None:
+def test_markup_is_text_and_a_faulty_toml_an_error_page(pages: Pages, root: Path) -> None:
     for query in ({}, {"show": "all", "tags": "1"}, {"text": HOSTILE}, {"tag": HOSTILE}, {"where": HOSTILE}):
         source = pages.client.get(f"/datasets/{pages.id}", params=query).text
         assert "<script>alert" not in source
         assert "evil<b>" not in source
         ParsedPage(source)
+    (root / "data.toml").write_text("resolutions = 'x'\n[[directory]]\n")
+    reply = pages.client.get(f"/datasets/{pages.id}")
+    assert reply.status_code == 404
+    assert "resolutions" in ParsedPage(reply.text).text
 
 
 def test_the_cache_is_compared_in_another_process(root: Path, fake_python: Callable[[str], None]) -> None:
@@ -342,6 +328,7 @@ def test_the_part_of_a_caption_that_is_not_read_is_marked(pages: Pages) -> None:
     pages.dataset.psnr = {"images#0/a.png": 20.0, "images#0/b.png": 9.96}
     page = pages.get(sort="PSNR")
     assert names(page) == ["b", "a"]
+    assert page.source.count("<mark") == 1, "the caption of b is read as a whole"
     assert "10.0 dB" in page.text
     assert names(pages.get(sort="PSNR", text="red")) == ["a"]
     assert '<mark title="text encoders do not read this part">cat, house</mark>' in page.source.replace("> ", ">")
@@ -365,7 +352,6 @@ def test_a_caption_that_is_a_link_out_of_the_folder_is_not_shown(root: Path, tmp
     assert pages.client.get(f"/datasets/{pages.id}/caption", params={"key": "images#0/copy.png"}).status_code == 404
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_bug_in_a_thread_is_named_on_the_page(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pages = Pages(root)
     monkeypatch.setattr(type(pages.dataset), "_list", lambda *_: 1 / 0)

@@ -81,7 +81,7 @@ def test_an_axis_replaces_the_value_of_the_form(axis: str, text: str, values: li
         ({"chosen_loras": {"l": "much"}}, "style.safetensors is 'much'"),
         ({"columns_values": "\ud800"}, "half of a surrogate pair"),
         *(({name: "a \ud800 b"}, f"{name} contains half of a") for name in ("prompt", "negative_prompt", "loras")),
-        ({"models": []}, "no model is chosen"),
+        *(({"models": models}, "no model is chosen") for models in ([], "all", [["a"]], None)),
         ({"prompt": " "}, "the prompt is empty"),
         ({"seeds": "-1"}, "'-1' is not a seed"),
         ({"seeds": "1, 8-5"}, "'8-5' is not a seed"),

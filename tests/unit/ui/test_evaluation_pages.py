@@ -87,18 +87,17 @@ def test_images_outside_of_the_folder_are_not_served(tmp_path: Path, row: Any) -
 
 
 @pytest.mark.parametrize(
-    "each",
+    "scores",
     [
-        [],
-        {"model": 3},
-        {"model": {"rows": 3}},
-        {"model": {"rows": [0, 1], "distance": [float("nan"), "x"]}},
-        {"model": {"rows": [0, 10**30, -1, True, None], "distance": [1, 2, 3, 4, 5]}},
-        {"model": {"rows": [0], "\ud800": [1], "<script>alert(1)</script>": [10**400]}},
+        3,
+        {"rows": 3},
+        {"rows": [0, 1], "distance": [float("nan"), "x"]},
+        {"rows": [0, 10**30, -1, True, None], "distance": [1, 2, 3, 4, 5]},
+        {"rows": [0], "\ud800": [1], "<script>alert(1)</script>": [10**400]},
     ],
 )
-def test_scores_that_are_not_valid_are_left_out(tmp_path: Path, each: Any) -> None:
-    folder = write_evaluation(tmp_path / "eval", count=2, each=each)
+def test_scores_that_are_not_valid_are_left_out(tmp_path: Path, scores: Any) -> None:
+    folder = write_evaluation(tmp_path / "eval", count=2, each={"model": scores})
     for scores in read_evaluation(folder).scores.get("model", {}).values():
         assert set(scores) <= {0}
     for order in ("best", "worst", "random", "<script>"):
@@ -106,18 +105,14 @@ def test_scores_that_are_not_valid_are_left_out(tmp_path: Path, each: Any) -> No
         assert "<script>alert" not in page
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"captions": 1, "rows": {}}', "[" * 2000])
-def test_a_file_without_a_list_is_a_users_error(tmp_path: Path, text: str) -> None:
-    folder = write_evaluation(tmp_path / "eval", count=2)
-    (folder / "images.json").write_text(text)
-    with pytest.raises(UserError, match=r"images\.json"):
-        evaluation_page(Folders([tmp_path]), folder_id(folder), View())
-    with pytest.raises(UserError, match="there is no evaluation x"):
-        evaluation_page(Folders([tmp_path]), "x", View())
-
-
-def test_hostile_captions_are_text(tmp_path: Path) -> None:
+def test_hostile_captions_are_text_and_a_file_without_a_list_is_a_users_error(tmp_path: Path) -> None:
     folder = write_evaluation(tmp_path / "eval", count=2, captions=["</script><img src=x onerror=alert(1)>", "\ud800"])
     page = evaluation_page(Folders([tmp_path]), folder_id(folder), View())
     assert "<img src=x" not in page
     assert "&lt;img src=x" in page
+    for text in ("", "[]", "{}", '{"captions": 1, "rows": {}}', "[" * 2000):
+        (folder / "images.json").write_text(text)
+        with pytest.raises(UserError, match=r"images\.json"):
+            evaluation_page(Folders([tmp_path]), folder_id(folder), View())
+    with pytest.raises(UserError, match="there is no evaluation x"):
+        evaluation_page(Folders([tmp_path]), "x", View())

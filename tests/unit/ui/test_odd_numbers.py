@@ -17,26 +17,14 @@ from sd3_light.ui.run_pages import compare_page, run_page, runs_page
 ODD: list[Any] = [1e308, -1e308, 1e-320, None, "nan", math.nan, 2**53 - 1]
 NOT_DRAWN = ("nan,", ",nan", "inf,", ",inf", "nan%", "inf%")
 
+STEP: dict[str, Any] = {"skipped": 0, "epoch": 0.1, "loss": 0.5, "flow": 0.5, "text_recon": 0.1}
+STEP |= {"lr": 1e-4, "grad_norm": 0.3}
+STEP |= {"param_norm": 9.0, "samples_per_second": 4.0, "data_wait": 0.1, "mfu": 0.4, "gpu_memory_gib": 1.0}
+STEP |= {"host_memory_gib": 2.0, "seconds": 1.0, "band": {"0.0-0.1": 0.5, "0.1-0.2": 0.6}, "ema_decay": {"ema": 0.9}}
 GROUP = {"value": 0.5, "low": 0.4, "high": 0.6}
 EVENTS: list[dict[str, Any]] = [
     {"event": "start", "step": 0, "total": 9, "world": 2, "device": "CPU", "engine": "torch"},
-    *(
-        {
-            **{
-                "event": "step",
-                "step": step,
-                "samples": 4 * step,
-                "skipped": 0,
-                "epoch": 0.1,
-                "loss": 0.5,
-                "flow": 0.5,
-            },
-            **{"text_recon": 0.1, "lr": 1e-4, "grad_norm": 0.3, "param_norm": 9.0, "samples_per_second": 4.0},
-            **{"data_wait": 0.1, "mfu": 0.4, "gpu_memory_gib": 1.0, "host_memory_gib": 2.0, "seconds": 1.0},
-            **{"band": {"0.0-0.1": 0.5, "0.1-0.2": 0.6}, "ema_decay": {"ema": 0.9}},
-        }
-        for step in range(5, 7)
-    ),
+    *({"event": "step", "step": step, "samples": 4 * step, **STEP} for step in range(5, 7)),
     {"event": "eval", "step": 6, "set": "held", "weights": "ema", "flow": 0.5, "fixed": 0.5, "flow@0.1": 0.4},
     {"event": "eval", "step": 7, "set": "held", "weights": "ema", "flow": 0.5, "fixed": 0.5, "flow@0.1": 0.4},
     {"event": "metrics", "step": 6, "set": "held", "weights": "ema", "kid": GROUP},

@@ -9,9 +9,6 @@ from tests.object_store import object_store
 from tests.unit.sources.videos import encode, numbered
 from tests.unit.ui.test_dataset_pages import Pages
 
-pytest.importorskip("starlette", reason="needs starlette and uvicorn, the extra ui")
-pytest.importorskip("uvicorn", reason="needs starlette and uvicorn, the extra ui")
-
 
 @pytest.mark.skipif(not has_av(), reason="PyAV (av) is not installed")
 def test_clips_are_listed_shown_and_their_captions_edited(tmp_path: Path) -> None:

@@ -5,14 +5,9 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-
-pytest.importorskip("starlette", reason="needs starlette and uvicorn, the extra ui")
-pytest.importorskip("uvicorn", reason="needs starlette and uvicorn, the extra ui")
-
-from starlette.routing import Route
-from starlette.testclient import TestClient
 
 from sd3_light.assets import DEMO
 from sd3_light.check.verb import load
@@ -25,10 +20,9 @@ from sd3_light.ui.folders import Folders, folder_id
 from sd3_light.ui.project_pages import review_text
 from sd3_light.ui.projects import Planner, Projects
 from sd3_light.ui.run_queue import RunQueue
-from sd3_light.ui.server import Site, make_app
 from tests.project import Project
 from tests.special_files import SPECIAL
-from tests.unit.ui.test_server import HERE, make_client
+from tests.unit.ui.client import TestClient, client_of, make_app, site_of
 from tests.waiting import wait_until
 
 JSON = {"content-type": "application/json"}
@@ -42,9 +36,8 @@ def served(tmp_path: Path, raw_project: Project) -> Path:
     return folder
 
 
-def client_of(folder: Path) -> TestClient:
-    site = Site.of_folders([folder], [], folder / "playground", lambda: None)  # type: ignore[arg-type, return-value]
-    return TestClient(make_app(site), base_url=HERE, follow_redirects=False)
+def opened(folder: Path) -> TestClient:
+    return client_of(site_of(folder, lambda: None))
 
 
 def path_of(config: Path) -> str:
@@ -70,7 +63,7 @@ def test_configs_are_found_and_other_files_are_not(served: Path, tmp_path: Path)
         "train.toml": "train",
     }
     assert served / "images" in found.images
-    page = client_of(served).get("/projects").text
+    page = opened(served).get("/projects").text
     assert f'href="{path_of(served / "train.toml")}"' in page
     assert "huge.toml" not in page
 
@@ -79,7 +72,7 @@ def test_the_faults_of_a_text_are_those_of_check(served: Path) -> None:
     config = served / "train.toml"
     text = config.read_text().replace("lr = 1e-3", "lrr = 1e-3").replace('"images"', '"none"')
     text = f"max_stepz = 1\n{text}"
-    client = client_of(served)
+    client = opened(served)
     answer = client.post(f"{path_of(config)}/review", json={"text": text}).json()
     config.write_text(text)
     with pytest.raises(ConfigFaults) as error:
@@ -96,13 +89,13 @@ def test_the_faults_of_a_text_are_those_of_check(served: Path) -> None:
 def test_faults_of_syntax_have_their_line(served: Path) -> None:
     for name in ("train.toml", "data.toml"):
         config = served / name
-        answer = client_of(served).post(f"{path_of(config)}/review", json={"text": "a = 1\nb = [\n"}).json()
+        answer = opened(served).post(f"{path_of(config)}/review", json={"text": "a = 1\nb = [\n"}).json()
         assert answer["faults"][0]["line"] in (2, 3)
         assert answer["form"] == ""
     config = served / "data.toml"
     text = config.read_text()
     config.write_text("size_buckets = 3\n[[directory]]\n")
-    answer = client_of(served).post(f"{path_of(config)}/review", json={"text": text}).json()
+    answer = opened(served).post(f"{path_of(config)}/review", json={"text": text}).json()
     assert answer["faults"] == []
     assert [key["key"] for key in answer["keys"]] == ["size_buckets", "directory[0].path"]
 
@@ -110,7 +103,7 @@ def test_faults_of_syntax_have_their_line(served: Path) -> None:
 def test_a_value_of_the_form_changes_its_line_alone(served: Path) -> None:
     config = served / "train.toml"
     text = config.read_text().replace("max_steps = 4", "max_steps = 4   # few")
-    client = client_of(served)
+    client = opened(served)
     answer = client.post(f"{path_of(config)}/value", json={"text": text, "key": "max_steps", "value": "9"}).json()
     assert answer["text"] == text.replace("max_steps = 4", "max_steps = 9")
     assert 'name="max_steps" value="9"' in answer["form"]
@@ -118,7 +111,7 @@ def test_a_value_of_the_form_changes_its_line_alone(served: Path) -> None:
     assert (refused.status_code, "not TOML" in refused.json()["error"]) == (400, True)
     assert config.read_text() != answer["text"], "nothing is written"
     values = {"text": "a = 1\n", "key": ".".join("b" * 5000), "value": "1"}
-    reply = client_of(served).post(f"{path_of(served / 'train.toml')}/value", json=values)
+    reply = opened(served).post(f"{path_of(served / 'train.toml')}/value", json=values)
     assert reply.status_code == 400
     with pytest.raises(UserError, match="there is no config none"):
         review_text(Projects(Folders([served])), "none", "")
@@ -126,7 +119,7 @@ def test_a_value_of_the_form_changes_its_line_alone(served: Path) -> None:
 
 def test_saving_keeps_comments_and_refuses_what_changed(served: Path) -> None:
     config = served / "train.toml"
-    first, second = client_of(served), client_of(served)
+    first, second = opened(served), opened(served)
     version = first.get(path_of(config)).text.partition('data-version="')[2].partition('"')[0]
     text = f"# a comment\n{config.read_text()}"
     reply = first.post(f"{path_of(config)}/save", json={"text": text, "version": version})
@@ -140,7 +133,7 @@ def test_saving_keeps_comments_and_refuses_what_changed(served: Path) -> None:
 
 @pytest.mark.parametrize("action", ["review", "value", "save", "resume"])
 def test_requests_that_are_not_valid_are_refused(served: Path, action: str) -> None:
-    client = client_of(served)
+    client = opened(served)
     path = "/projects/none" if action == "resume" else path_of(served / "train.toml")
     half = {"text": "\ud800", "key": "a", "value": "", "version": ""}
     for values in ({}, {"text": 3}, half, [], {**half, "text": "x" * 300_000}):
@@ -153,7 +146,7 @@ def test_hostile_names_and_texts_stay_text(tmp_path: Path) -> None:
     markup = "</textarea><script>alert(1)</script>"
     config = tmp_path / "<img src=x onerror=alert(2)>.toml"
     config.write_text(f'output_dir = "{markup}"\ndataset = "{markup}"\n')
-    client = make_client(tmp_path, prepare=Launch)
+    client = client_of(site_of(tmp_path, Launch))
     for path in ("/projects", path_of(config), "/queue"):
         page = client.get(path).text
         assert "<img src=x" not in page
@@ -192,11 +185,17 @@ def planned(client: TestClient, served: Path, **form: str) -> tuple[str, str]:
 
 
 def test_a_plan_is_shown_before_the_files_of_new_are_written(served: Path, tmp_path: Path) -> None:
-    client = client_of(served)
+    client = opened(served)
     address, page = planned(client, served, gpu_memory="24", validation="1")
     assert not (served / "new").exists()
     for text in ("GPU memory", "fits:", "steps of", "disk, run", "EMA"):
         assert text in page, text
+    (served / "new").mkdir()
+    (served / "new" / "lora.toml").write_text("mine\n")
+    reply = client.post(f"{address}/create")
+    assert (reply.status_code, "exists; choose another folder" in reply.text) == (400, True)
+    assert (served / "new" / "lora.toml").read_text() == "mine\n"
+    shutil.rmtree(served / "new")
     created = client.post(f"{address}/create")
     config = served / "new" / "lora.toml"
     assert (created.status_code, created.headers["location"]) == (303, path_of(config))
@@ -206,18 +205,8 @@ def test_a_plan_is_shown_before_the_files_of_new_are_written(served: Path, tmp_p
         assert (served / "new" / name).read_text() == (tmp_path / "by_new" / name).read_text()
     load(config)
     assert client.post(f"{address}/create").status_code == 303, "a second click changes nothing"
-    assert project.plan.fits
+    assert project.memory.fits
     assert client.get(created.headers["location"]).status_code == 200
-
-
-def test_files_that_appear_meanwhile_are_not_replaced(served: Path) -> None:
-    client = client_of(served)
-    address, _ = planned(client, served, gpu_memory="24")
-    (served / "new").mkdir()
-    (served / "new" / "lora.toml").write_text("mine\n")
-    reply = client.post(f"{address}/create")
-    assert (reply.status_code, "exists; choose another folder" in reply.text) == (400, True)
-    assert (served / "new" / "lora.toml").read_text() == "mine\n"
 
 
 @pytest.mark.parametrize(
@@ -241,7 +230,7 @@ def test_a_form_that_is_not_valid_is_refused(served: Path, form: dict[str, str],
     [({"kind": "magic"}, "unknown kind"), ({"data": "/no/such"}, "--data"), ({"model": "/no/such"}, "--model")],
 )
 def test_a_plan_that_fails_says_why(served: Path, form: dict[str, str], problem: str) -> None:
-    client = client_of(served)
+    client = opened(served)
     address, page = planned(client, served, gpu_memory="24", **form)
     assert problem in page
     assert client.post(f"{address}/create").status_code == 400
@@ -253,7 +242,7 @@ def test_a_crash_of_a_plan_is_shown(served: Path, monkeypatch: pytest.MonkeyPatc
         raise ZeroDivisionError("x")
 
     monkeypatch.setattr("sd3_light.ui.projects._fill", crash)
-    assert "ZeroDivisionError; this is a bug in sd3-light" in planned(client_of(served), served)[1]
+    assert "ZeroDivisionError; this is a bug in sd3-light" in planned(opened(served), served)[1]
 
 
 # --- a run whose config has changed ---------------------------------------------------------------------
@@ -262,7 +251,7 @@ def test_a_crash_of_a_plan_is_shown(served: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_changed_config_says_what_applies_on_resume(project: Project) -> None:
     project.train("max_steps=2")
     config = project.train_toml
-    client = client_of(project.folder)
+    client = opened(project.folder)
 
     def lines(change: Callable[[str], str]) -> list[str]:
         before = config.read_text()
@@ -284,7 +273,7 @@ def test_a_changed_config_says_what_applies_on_resume(project: Project) -> None:
 
 def test_the_editor_offers_what_the_run_allows(served: Path) -> None:
     config = served / "train.toml"
-    client = client_of(served)
+    client = opened(served)
     assert ">Start</button>" in client.get(path_of(config)).text
     (served / "run" / "checkpoints" / "step-00000002").mkdir(parents=True)
     page = client.get(path_of(config)).text
@@ -300,17 +289,16 @@ def test_long_names_and_huge_files_leave_the_pages_alive(served: Path) -> None:
     (served / "long.toml").write_text(text.replace('"data.toml"', f'"{"x" * 5000}"'))
     (served / "deep.toml").write_text(text.replace('"run"', f'"{"y" * 5000}"'))
     (served / "pipe.toml").symlink_to("/dev/zero")
-    client = client_of(served)
+    client = opened(served)
     for path in ("/projects", "/data", path_of(served / "long.toml"), path_of(served / "deep.toml")):
         assert client.get(path).status_code == 200, path
 
 
 def test_every_route_that_is_not_get_refuses_other_websites_and_strangers(served: Path) -> None:
-    site = Site.of_folders([served], [], served / "playground", lambda: None)  # type: ignore[arg-type, return-value]
+    app: Any = make_app(site_of(served))
+    posts = [route.path for route in app.routes if "POST" in route.methods]
     for token in (None, "secret"):
-        app = make_app(site, token)
-        client = TestClient(app, base_url=HERE, follow_redirects=False)
-        posts = [route.path for route in app.routes if isinstance(route, Route) and "POST" in (route.methods or ())]
+        client = client_of(site_of(served), token)
         assert len(posts) > 20
         for path in posts:
             own = {"authorization": f"Bearer {token}"} if token else {}

@@ -63,6 +63,13 @@ class Machine:
         """Return the queue of another server."""
         return RunQueue(self.state, [self.served], lambda: list(slots))
 
+    def started(self) -> tuple[RunQueue, Job]:
+        """Return a queue whose only run was started, and its job."""
+        queue = self.queue()
+        queue.add(self.config())
+        (job,) = queue.jobs()
+        return queue, job
+
     def go(self, code: int = 0) -> None:
         """Let all programs end with a code."""
         (self.folder / "go.new").write_text(str(code))
@@ -112,8 +119,7 @@ def test_a_run_starts_at_once_and_its_end_is_noticed(machine: Machine) -> None:
 
 def test_a_process_without_a_command_yet_is_alive(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel wakes the parent before the command of the new program can be read."""
-    queue = machine.queue()
-    queue.add(machine.config())
+    queue, _ = machine.started()
     monkeypatch.setattr(job_process, "_command", lambda _: b"")
     queue.advance()
     (running,) = queue.jobs()
@@ -162,7 +168,7 @@ def test_modes_are_options_of_train(machine: Machine, mode: str, option: list[st
     assert machine.commands()[0].split()[2:] == ["train", str(config), *option]
 
 
-def test_what_cannot_be_added_is_refused(machine: Machine, tmp_path: Path) -> None:
+def test_what_cannot_be_added_is_refused(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     queue, config = machine.queue(), machine.config()
     with pytest.raises(UserError, match="does not exist"):
         queue.add(tmp_path / "none.toml")
@@ -189,15 +195,9 @@ def test_what_cannot_be_added_is_refused(machine: Machine, tmp_path: Path) -> No
         queue.add(machine.config("c"))
     with pytest.raises(UserError, match="there is no run none in the queue"):
         queue.job("none")
-
-
-def test_the_number_of_waiting_runs_is_limited(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_queue, "MOST_WAITING", 1)
-    queue = machine.queue()
-    for name in "ab":
-        queue.add(machine.config(name))
     with pytest.raises(UserError, match="1 runs wait already"):
-        queue.add(machine.config("c"))
+        queue.add(machine.config("d"))
 
 
 def test_a_config_that_changed_while_it_waited_is_checked_again(machine: Machine) -> None:
@@ -241,9 +241,7 @@ def test_a_restarted_server_stops_a_run_with_all_its_processes(machine: Machine)
 
 
 def test_a_reused_process_number_is_another_process(machine: Machine) -> None:
-    queue = machine.queue()
-    queue.add(machine.config())
-    (job,) = queue.jobs()
+    queue, job = machine.started()
     other = subprocess.Popen(["sleep", "600"], start_new_session=True)
     try:
         identity = ProcessIdentity.of(other.pid, job.token)
@@ -266,19 +264,17 @@ def test_a_reused_process_number_is_another_process(machine: Machine) -> None:
 
 
 def test_a_run_that_was_killed_is_failed(machine: Machine) -> None:
-    queue = machine.queue()
-    queue.add(machine.config())
-    os.killpg(queue.jobs()[0].pid, signal.SIGKILL)
+    queue, job = machine.started()
+    os.killpg(job.pid, signal.SIGKILL)
     job = machine.wait_for(queue, 0, FAILED)
     assert "The run was killed, perhaps because memory was short." in job.message
 
 
 def test_a_shell_that_was_killed_without_its_run_ends_nothing(machine: Machine) -> None:
     """The run folder is locked as long as the run trains."""
-    queue = machine.queue()
-    queue.add(machine.config())
+    queue, job = machine.started()
     with held(machine.run()):
-        os.killpg(queue.jobs()[0].pid, signal.SIGKILL)
+        os.killpg(job.pid, signal.SIGKILL)
         wait_until(lambda: not queue.jobs()[0].process.is_alive)
         queue.advance()
         assert queue.jobs()[0].state == RUNNING
@@ -416,8 +412,7 @@ def test_a_queue_in_a_served_folder_starts_nothing(machine: Machine, monkeypatch
 
 @pytest.mark.parametrize("mode", [0o777, 0o770])
 def test_a_state_folder_that_others_can_write_to_is_refused(machine: Machine, mode: int) -> None:
-    queue = machine.queue()
-    queue.add(machine.config())
+    machine.started()
     machine.state.chmod(mode)
     with pytest.raises(UserError, match="others can write to it"):
         machine.queue().add(machine.config("b"))
@@ -426,7 +421,7 @@ def test_a_state_folder_that_others_can_write_to_is_refused(machine: Machine, mo
     machine.state.chmod(0o700)
 
 
-def test_a_request_to_stop_follows_no_link(machine: Machine, tmp_path: Path) -> None:
+def test_a_request_to_stop_and_the_console_follow_no_link(machine: Machine, tmp_path: Path) -> None:
     run = machine.run()
     with held(run):
         assert is_locked(run)
@@ -438,6 +433,9 @@ def test_a_request_to_stop_follows_no_link(machine: Machine, tmp_path: Path) -> 
         machine.queue().stop(run)
     (machine.run() / SAVE_QUIT).unlink()
     (machine.run() / SAVE_QUIT).touch()
+    (machine.run() / CONSOLE).symlink_to(tmp_path / "private")
+    (tmp_path / "private").write_text("secret")
+    assert machine.queue().console(machine.run()) == ""
     machine.queue().add(machine.config())
     assert not (machine.run() / SAVE_QUIT).exists()
 
@@ -462,21 +460,18 @@ def test_the_gpus_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_queue.machine_slots() == ["3", "GPU-1"]
 
 
-def test_the_thread_starts_what_waits_and_ends(machine: Machine) -> None:
+def test_the_thread_starts_what_waits_without_the_token_and_ends(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SD3_LIGHT_UI_TOKEN", "secret")
+    machine.program.write_text(f'#!/bin/sh\necho "[$SD3_LIGHT_UI_TOKEN]" > "{machine.folder}/commands"\n')
     machine.queue(()).add(machine.config())
     queue = machine.queue()
     queue.work()
     wait_until(machine.commands)
+    assert machine.commands() == ["[]"]
     queue.end()
     assert not queue._thread.is_alive()
-
-
-def test_the_token_of_the_page_is_not_given_to_runs(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SD3_LIGHT_UI_TOKEN", "secret")
-    machine.program.write_text(f'#!/bin/sh\necho "[$SD3_LIGHT_UI_TOKEN]" > "{machine.folder}/commands"\n')
-    machine.queue().add(machine.config())
-    wait_until(machine.commands)
-    assert machine.commands() == ["[]"]
 
 
 def test_a_server_leaves_the_runs_of_other_folders_to_their_server(machine: Machine, tmp_path: Path) -> None:
@@ -489,10 +484,3 @@ def test_a_server_leaves_the_runs_of_other_folders_to_their_server(machine: Mach
     assert "as soon as a server of its folder runs" in queue_page(Folders(other.roots), other)
     machine.go(0)
     assert machine.wait_for(queue, 1, DONE)
-
-
-def test_a_link_in_the_place_of_a_console_is_not_shown(machine: Machine, tmp_path: Path) -> None:
-    (tmp_path / "private").write_text("secret")
-    machine.run().mkdir()
-    (machine.run() / CONSOLE).symlink_to(tmp_path / "private")
-    assert machine.queue().console(machine.run()) == ""

@@ -20,48 +20,31 @@ from sd3_light.assets import DEMO
 from sd3_light.checkpoint.requests import SAVE_QUIT
 from sd3_light.config.faults import UserError
 from sd3_light.core.sampling import OwnDrawing
+from sd3_light.engines import Launch
 from sd3_light.system import state_folder
+from sd3_light.ui import connections
 from sd3_light.ui import playground as playground_module
 from sd3_light.ui.folders import folder_id
+from sd3_light.ui.server import make_server, serve
+from tests.unit.ui.client import HERE, TestClient, client_of, make_app, site_of
 from tests.unit.ui.conftest import write_run
 from tests.unit.ui.test_pages import held
 from tests.waiting import HANG_SECONDS, wait_until
 
-pytest.importorskip("starlette", reason="needs starlette and uvicorn, the extra ui")
-pytest.importorskip("uvicorn", reason="needs starlette and uvicorn, the extra ui")
-
-from starlette.testclient import TestClient
-
-from sd3_light.engines import Launch
-from sd3_light.ui import connections
-from sd3_light.ui.server import Site, make_app, make_server, serve
-
-HERE = "http://127.0.0.1:7860"
 Script = Callable[[str], None]
 DIGITS = "9" * 5000  # more than `int` parses
 
 
-def no_library() -> Launch:
-    pytest.fail("no library is needed")
-
-
-def make_client(
-    folder: Path, token: str | None = None, base_url: str = HERE, prepare: Callable[[], Launch] = no_library
-) -> TestClient:
-    site = Site.of_folders([folder], [], folder / "playground", prepare)
-    return TestClient(make_app(site, token), base_url=base_url, follow_redirects=False)
-
-
 def working_client(folder: Path) -> TestClient:
     """Return a client of a server whose queue works until the end of the test's process."""
-    site = Site.of_folders([folder], [], folder / "playground", no_library)
+    site = site_of(folder)
     site.queue.work()
-    return TestClient(make_app(site), base_url=HERE, follow_redirects=False)
+    return client_of(site)
 
 
 @pytest.fixture
 def client(runs: Path) -> TestClient:
-    return make_client(runs)
+    return client_of(site_of(runs))
 
 
 def test_every_page_answers_and_an_unchanged_one_is_not_sent_again(client: TestClient, runs: Path) -> None:
@@ -83,26 +66,13 @@ def test_every_page_answers_and_an_unchanged_one_is_not_sent_again(client: TestC
     assert client.get(path, headers=headers).status_code == 200
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/runs/none",
-        "/compare",
-        "/samples?run=none",
-        "/data/none",
-        "/playground/images/..%2Fx.png",
-        "/data/none/inspect",
-        f"/data/none?page={DIGITS}",
-        f"/data/none/image?row={DIGITS}",
-        f"/runs/none/sample?cell={DIGITS}",
-        f"/playground/drawings/{DIGITS}",
-        f"/playground/images/{DIGITS}.png",
-    ],
-)
-def test_unknown_things_are_not_found(client: TestClient, path: str) -> None:
-    reply = client.get(path)
-    assert reply.status_code == 404
-    assert "Traceback" not in reply.text
+def test_unknown_things_are_not_found(client: TestClient) -> None:
+    paths = ["/compare", "/data/none/inspect", "/playground/images/..%2Fx.png", f"/runs/none/sample?cell={DIGITS}"]
+    paths += [f"/data/none?page={DIGITS}", f"/data/none/image?row={DIGITS}", f"/playground/drawings/{DIGITS}"]
+    for path in paths:
+        reply = client.get(path)
+        assert reply.status_code == 404, path
+        assert "Traceback" not in reply.text
 
 
 HOSTS = dict.fromkeys(["localhost:1234", "127.0.0.1", "[::1]:7860"], 200)
@@ -124,7 +94,7 @@ def test_other_websites_cannot_change_anything(client: TestClient, origin: str) 
 
 
 def test_with_a_token_every_request_needs_it(runs: Path) -> None:
-    client = make_client(runs, "right", "http://gpu.example")
+    client = client_of(site_of(runs), "right", "http://gpu.example")
     for path in ("/", "/?token=wrong", "/playground", "/runs/x/sample?file=a.png"):
         assert client.get(path).status_code == 401
     assert client.post("/start?token=right").status_code == 401
@@ -135,7 +105,7 @@ def test_with_a_token_every_request_needs_it(runs: Path) -> None:
     assert "httponly" in cookie
     assert "samesite=strict" in cookie
     assert client.get("/").status_code == 200  # the client keeps the cookie
-    clients = [make_client(runs, token, f"http://127.0.0.1:{port}") for port, token in ((1, "a"), (2, "b"))]
+    clients = [client_of(site_of(runs), token, f"http://127.0.0.1:{port}") for port, token in ((1, "a"), (2, "b"))]
     cookies = [
         client.get(f"/?token={token}").headers["set-cookie"] for client, token in zip(clients, "ab", strict=True)
     ]
@@ -145,8 +115,10 @@ def test_with_a_token_every_request_needs_it(runs: Path) -> None:
         assert client.get("/", headers={"cookie": jar}).status_code == 200
 
 
-@pytest.mark.parametrize("name", ["a" * 5000, "a" * 5000 + ".png", "a/" * 2500 + "b.png", "%00.png", "../" + "a" * 300])
-def test_a_name_that_no_file_can_have_is_not_found(client: TestClient, runs: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["none", f"{DIGITS}.png", "a" * 5000 + ".png", "a/" * 2500 + "b.png", "%00.png", "../" + "a" * 300]
+)
+def test_a_name_that_no_file_has_is_not_found(client: TestClient, runs: Path, name: str) -> None:
     run_id = folder_id(runs / "first")
     paths = [f"/runs/{run_id}/sample?file={name}", f"/runs/{name}", f"/compare?run={name}", f"/samples?run={name}"]
     paths += [f"/data/{name}", f"/data/{name}/image?shard={name}", f"/playground/images/{name}"]
@@ -158,7 +130,7 @@ def test_a_name_that_no_file_can_have_is_not_found(client: TestClient, runs: Pat
 def test_names_that_are_not_utf8_and_faulty_configs_are_shown_in_errors(tmp_path: Path, client: TestClient) -> None:
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/run-\xff"))
     write_run(folder, steps=1)
-    reply = make_client(folder).get(f"/runs/{folder_id(folder)}/sample?file=x.png")
+    reply = client_of(site_of(folder)).get(f"/runs/{folder_id(folder)}/sample?file=x.png")
     assert reply.status_code == 404
     assert "is not a sample grid of" in reply.text
     (tmp_path / "train.toml").write_text("max_stepz = 3\n")
@@ -173,17 +145,15 @@ def test_names_that_are_not_utf8_and_faulty_configs_are_shown_in_errors(tmp_path
         assert text in reply.text
 
 
-@pytest.mark.parametrize("token", ["密码", "a\nb"])
-def test_a_token_that_no_cookie_can_hold_is_refused(runs: Path, token: str) -> None:
-    with pytest.raises(UserError, match="--token: use printable ASCII characters"):
-        serve(Site.of_folders([runs], [], runs, pytest.fail), "127.0.0.1", 0, token, pytest.fail)
-
-
-def test_a_port_in_use_is_a_user_error(runs: Path) -> None:
+def test_a_port_in_use_and_a_token_that_no_cookie_can_hold_are_refused(runs: Path) -> None:
+    site = site_of(runs)
+    for token in ("密码", "a\nb"):
+        with pytest.raises(UserError, match="--token: use printable ASCII characters"):
+            serve(site, "127.0.0.1", 0, token, pytest.fail)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{port}: .*; choose another --port"):
-            serve(Site.of_folders([runs], [], runs, pytest.fail), "127.0.0.1", port, None, pytest.fail)
+            serve(site, "127.0.0.1", port, None, pytest.fail)
 
 
 def test_stop_asks_a_running_run_to_save_and_quit(client: TestClient, runs: Path) -> None:
@@ -248,7 +218,7 @@ def test_a_copied_run_is_not_resumed_in_the_original(failing: Path, monkeypatch:
     copied = write_run(failing.parent / "copied", steps=1)
     text = failing.read_text().replace('"run"', f'"{failing.parent / "run"}"')
     (copied / "config.toml").write_text(text.replace('"data.toml"', f'"{failing.parent / "data.toml"}"'))
-    reply = make_client(failing.parent).post(f"/runs/{folder_id(copied)}/resume")
+    reply = client_of(site_of(failing.parent)).post(f"/runs/{folder_id(copied)}/resume")
     assert reply.status_code == 400
     assert "output_dir is" in reply.text
     assert not (failing.parent / "run").exists()
@@ -265,7 +235,7 @@ def test_a_run_as_model_is_loaded_again_after_a_new_export(tmp_path: Path, monke
 
     monkeypatch.setattr(sample, "open_model", open_model)
     monkeypatch.setattr(sample.OpenModel, "adjusted", lambda opened, _: opened)
-    playground = Site.of_folders([tmp_path], [tmp_path / "run"], tmp_path, lambda: None).playground  # type: ignore[arg-type, return-value]
+    playground = site_of(tmp_path, lambda: None, [tmp_path / "run"]).playground
     for name in ("step-1", "step-1", "step-2"):
         export = tmp_path / "run" / "exports" / name
         export.mkdir(parents=True, exist_ok=True)
@@ -322,8 +292,7 @@ class Drawings:
         self.folder = folder / "model"
         self.folder.mkdir()
         (self.folder / "model_index.json").touch()
-        site = Site.of_folders([folder], [self.folder], folder / "out", lambda: None)  # type: ignore[arg-type, return-value]
-        self.playground = site.playground
+        self.playground = site_of(folder, lambda: None, [self.folder]).playground
 
     def draw(self, **values: Any) -> str:
         """Draw with these form values; return the error."""
@@ -403,10 +372,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture(scope="module")
 def painter(tmp_path_factory: pytest.TempPathFactory, models: list[Path]) -> TestClient:
     """A client of a playground with both models."""
-    from sd3_light.engines import Launch
-
-    folder = tmp_path_factory.mktemp("playground")
-    return TestClient(make_app(Site.of_folders([folder], models, folder / "out", Launch)), base_url=HERE)
+    return client_of(site_of(tmp_path_factory.mktemp("playground"), Launch, models))
 
 
 def test_two_models_are_drawn_with_their_settings(painter: TestClient, models: list[Path], tmp_path: Path) -> None:
@@ -440,8 +406,11 @@ def test_drawings_warn_of_cut_prompts_and_say_why_they_fail(painter: TestClient,
     values = {"models": [folder_id(models[0])], "prompt": "a", "seeds": "0", "steps": 1}
     failed = painter.post("/playground/drawings", json={**values, "width": 7}).json()
     assert "multiples of" in wait_for(painter, failed)["error"]
-    no_lora = painter.post("/playground/drawings", json={**values, "loras": "none.safetensors:0.5"}).json()
-    assert "none.safetensors does not exist" in wait_for(painter, no_lora)["error"]
+    for lora in ("none.safetensors:0.5", "a" * 5000, "a\0b"):
+        no_lora = painter.post("/playground/drawings", json={**values, "loras": lora}).json()
+        error = wait_for(painter, no_lora)["error"]
+        assert error.startswith(f"LoRA {lora[0]}") or "none.safetensors does not exist" in error
+        assert len(error) < 300
     assert wait_for(painter, painter.post("/playground/drawings", json=values).json())["error"] == ""
 
 
@@ -465,8 +434,7 @@ class BusyPlayground:
 
     def __init__(self, folder: Path) -> None:
         self.started, self.go = Event(), Event()
-        self.site = Site.of_folders([folder], [DEMO], folder / "out", self.prepare)
-        self.client = TestClient(make_app(self.site), base_url=HERE)
+        self.client = client_of(site_of(folder, self.prepare, [DEMO]))
 
     def prepare(self) -> Any:
         self.started.set()
@@ -503,7 +471,6 @@ def test_waiting_drawings_are_limited_and_never_forgotten(tmp_path: Path, monkey
 
 
 def test_two_servers_share_a_folder(models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sd3_light.engines import Launch
     from sd3_light.sample import verb as sample
     from sd3_light.sample.png import read_png_facts
 
@@ -517,7 +484,7 @@ def test_two_servers_share_a_folder(models: list[Path], tmp_path: Path, monkeypa
         return number
 
     monkeypatch.setattr(sample, "first_free_number", other_server_is_faster)
-    client = TestClient(make_app(Site.of_folders([tmp_path], models, out, Launch)), base_url=HERE)
+    client = client_of(site_of(tmp_path, Launch, models))
     values = {"models": [folder_id(models[0])], "prompt": "a", "steps": 1, "seeds": "0-3"}
     drawing = wait_for(client, client.post("/playground/drawings", json=values).json())
     assert drawing["error"] == ""
@@ -529,29 +496,12 @@ def test_two_servers_share_a_folder(models: list[Path], tmp_path: Path, monkeypa
     assert len(numbered) == 6
 
 
-@pytest.mark.parametrize("lora", ["a" * 5000, "a\0b"])
-def test_a_lora_that_no_file_can_be_is_named(painter: TestClient, models: list[Path], lora: str) -> None:
-    values = {"models": [folder_id(models[0])], "prompt": "a", "seeds": "0", "steps": 1, "loras": lora}
-    drawing = wait_for(painter, painter.post("/playground/drawings", json=values).json())
-    assert drawing["error"].startswith("LoRA a")
-    assert len(drawing["error"]) < 300
-
-
-@pytest.mark.parametrize(
-    ("values", "text"),
-    [({"models": "all"}, "no model is chosen"), ({"seeds": "a \ud800 b"}, "seeds contains half of a surrogate pair")],
-)
-def test_invalid_values_are_refused(painter: TestClient, models: list[Path], values: dict[str, Any], text: str) -> None:
-    """More of them: test_draw_request.py."""
-    valid = {"models": [folder_id(models[0])], "prompt": "a", "seeds": "0"}
-    reply = painter.post("/playground/drawings", content=json.dumps({**valid, **values}))
+@pytest.mark.parametrize("body", [b"", b"[1]", b"{", b"[" * 2000, b"\xff", b'{"models": "all"}'])
+def test_a_body_that_is_not_valid_is_refused(painter: TestClient, body: bytes) -> None:
+    """Values of a form: test_draw_request.py."""
+    reply = painter.post("/playground/drawings", content=body)
     assert reply.status_code == 400
-    assert text in reply.json()["error"]
-
-
-@pytest.mark.parametrize("body", [b"", b"[1]", b"{", b"[" * 2000, b"\xff"])
-def test_a_body_that_is_not_an_object_is_refused(painter: TestClient, body: bytes) -> None:
-    assert painter.post("/playground/drawings", content=body).status_code == 400
+    assert reply.json()["error"]
 
 
 # --- slow and foreign clients ----------------------------------------------------------------------
@@ -561,8 +511,7 @@ def test_a_body_that_is_not_an_object_is_refused(painter: TestClient, body: byte
 def address(runs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
     """Host and port of a running server that waits half a second for requests."""
     monkeypatch.setattr(connections, "REQUEST_SECONDS", 0.5)
-    site = Site.of_folders([runs], [], runs / "playground", no_library)
-    server = make_server(make_app(site))
+    server = make_server(make_app(site_of(runs)))
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = Thread(target=server.run, args=([listening],))
         thread.start()
@@ -658,14 +607,12 @@ def test_curves_lists_and_numbers_are_those_of_the_query(client: TestClient, run
     assert client.get("/?sort=<b>").status_code == 404
 
 
-@pytest.mark.parametrize(
-    "steps", ["", "from=1", "from=nan&to=2", "from=1&to=inf", f"from={DIGITS}&to=1", "from=<b>&to=1"]
-)
-def test_finer_curves_between_no_steps_are_refused(client: TestClient, runs: Path, steps: str) -> None:
-    reply = client.get(f"/runs/{folder_id(runs / 'first')}/curves?{steps}")
-    assert reply.status_code == 404
-    assert "is not a step; use a number" in reply.text
-    assert "<b>&" not in reply.text
+def test_finer_curves_between_no_steps_are_refused(client: TestClient, runs: Path) -> None:
+    for steps in ("", "from=1", "from=nan&to=2", "from=1&to=inf", f"from={DIGITS}&to=1", "from=<b>&to=1"):
+        reply = client.get(f"/runs/{folder_id(runs / 'first')}/curves?{steps}")
+        assert reply.status_code == 404, steps
+        assert "is not a step; use a number" in reply.text
+        assert "<b>&" not in reply.text
 
 
 # --- the queue and read-only servers ------------------------------------------------------------------
@@ -694,19 +641,19 @@ def test_the_queue_shows_what_runs_waits_and_has_ended(failing: Path, fake_pytho
     assert client.post("/queue/none/stop").status_code == 400
 
 
-def read_only_app(folder: Path) -> Any:
-    site = Site.of_folders([folder], [DEMO], folder / "playground", no_library)
+def read_only_client(folder: Path) -> TestClient:
+    site = site_of(folder, models=[DEMO])
     site.is_read_only = True
-    return make_app(site)
+    return client_of(site)
 
 
 def test_a_read_only_server_has_no_route_that_writes_or_starts(runs: Path) -> None:
-    app = read_only_app(runs)
+    client = read_only_client(runs)
+    app: Any = client.app
     assert {method for route in app.routes for method in route.methods} == {"GET", "HEAD"}
     assert not [route.path for route in app.routes if route.path.startswith(("/playground", "/projects"))]
-    client = TestClient(app, base_url=HERE, follow_redirects=False)
     run = f"/runs/{folder_id(runs / 'first')}"
-    full = make_app(Site.of_folders([runs], [], runs / "playground", pytest.fail))
+    full = make_app(site_of(runs))
     writing = [route.path for route in full.routes if "POST" in route.methods]  # type: ignore[attr-defined]
     assert len(writing) >= 7
     for path in writing:
@@ -725,10 +672,10 @@ def test_a_read_only_server_has_no_route_that_writes_or_starts(runs: Path) -> No
 
 def test_a_read_only_server_starts_nothing_that_waits(failing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("it was started"))
-    queue = Site.of_folders([failing.parent], [], failing.parent, pytest.fail).queue
+    queue = site_of(failing.parent).queue
     queue.slots = list
     queue.add(failing)
-    with TestClient(read_only_app(failing.parent), base_url=HERE) as client:
+    with read_only_client(failing.parent) as client:
         time.sleep(1.5)
         assert "waiting, number 1" in client.get("/queue").text
     assert [job.state for job in queue.jobs()] == ["waiting"]
@@ -736,8 +683,8 @@ def test_a_read_only_server_starts_nothing_that_waits(failing: Path, monkeypatch
 
 def test_libraries_are_imported_by_one_thread_at_a_time(failing: Path) -> None:
     """The editor asks for the faults of a config and for what applies on resume at once; both import diffusers."""
-    site = Site.of_folders([failing.parent], [], failing.parent, Launch)
-    client = TestClient(make_app(site), base_url=HERE)
+    site = site_of(failing.parent, Launch)
+    client = client_of(site)
     replies: list[int] = []
     path = f"/projects/{folder_id(failing)}/review"
     thread = Thread(target=lambda: replies.append(client.post(path, json={"text": failing.read_text()}).status_code))

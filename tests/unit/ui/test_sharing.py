@@ -1,5 +1,6 @@
 """Uploads from the pages: planned and shown, made after a confirmation, with the token of the server's user only."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +10,10 @@ from huggingface_hub import constants
 from sd3_light.ui.folders import folder_id
 from tests.fake_hub import FakeHub, serve_hub, use_hub
 from tests.unit.export.test_hub import CARD, FILES
+from tests.unit.ui.client import TestClient, client_of, site_of
 from tests.unit.ui.conftest import write_run
+from tests.unit.ui.test_server import read_only_client
 from tests.waiting import wait_until
-
-pytest.importorskip("starlette", reason="needs starlette and uvicorn, the extra ui")
-pytest.importorskip("uvicorn", reason="needs starlette and uvicorn, the extra ui")
-
-from starlette.testclient import TestClient
-
-from sd3_light.ui.server import Site, make_app
-from tests.unit.ui.test_server import HERE, read_only_app
 
 
 @pytest.fixture
@@ -35,9 +30,7 @@ def export(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def client(export: Path) -> TestClient:
-    root = export.parents[2]
-    app = make_app(Site.of_folders([root], [], root / "playground", lambda: None))  # type: ignore[arg-type, return-value]
-    return TestClient(app, base_url=HERE, follow_redirects=False)
+    return client_of(site_of(export.parents[2], lambda: None))
 
 
 def planned(client: TestClient, export: Path, **fields: str) -> str:
@@ -49,44 +42,41 @@ def planned(client: TestClient, export: Path, **fields: str) -> str:
     return str(page)
 
 
-def test_a_dry_run_shows_every_file_and_the_upload_does_that(
-    client: TestClient, export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     hub = FakeHub(root=tmp_path / "hub")
     monkeypatch.setenv("HF_TOKEN", "hf_of_the_server")
     with serve_hub(hub):
         use_hub(hub, tmp_path / "cache", monkeypatch)
-        run_page = f"/runs/{folder_id(export.parents[1])}"
-        assert "/share?run=" in client.get(run_page).text
-        assert folder_id(export) in client.get(f"/share?run={folder_id(export.parents[1])}").text
-        page = planned(client, export, token="hf_of_the_page", licence="mit")
-        text = client.get(page).text
-        for name in FILES.keys() - {"LICENSE"}:
-            assert name in text
-        assert "does not exist, or is hidden from you; private if new" in text
-        assert "license: mit" in text
-        assert not hub.repos, "nothing is uploaded yet"
-        assert client.post(f"{page}/upload").status_code == 303
-        wait_until(lambda: "Uploaded to" in client.get(page).text, lambda: client.get(page).text)
-        assert hub.private == {"models/me/model": True}
-        assert hub.tokens == {"hf_of_the_server"}
-        assert "hf_of" not in client.get(page).text
-        assert client.post(f"{page}/upload").status_code == 400, "only once"
+        yield hub
+
+
+def test_a_dry_run_shows_every_file_and_the_upload_does_that(client: TestClient, export: Path, hub: FakeHub) -> None:
+    run_page = f"/runs/{folder_id(export.parents[1])}"
+    assert "/share?run=" in client.get(run_page).text
+    assert folder_id(export) in client.get(f"/share?run={folder_id(export.parents[1])}").text
+    page = planned(client, export, token="hf_of_the_page", licence="mit")
+    text = client.get(page).text
+    for name in FILES.keys() - {"LICENSE"}:
+        assert name in text
+    assert "does not exist, or is hidden from you; private if new" in text
+    assert "license: mit" in text
+    assert not hub.repos, "nothing is uploaded yet"
+    assert client.post(f"{page}/upload").status_code == 303
+    wait_until(lambda: "Uploaded to" in client.get(page).text, lambda: client.get(page).text)
+    assert hub.private == {"models/me/model": True}
+    assert hub.tokens == {"hf_of_the_server"}
+    assert "hf_of" not in client.get(page).text
+    assert client.post(f"{page}/upload").status_code == 400, "only once"
     assert (export / "README.md").read_text() == CARD, "the export itself is unchanged"
 
 
-def test_an_export_that_changed_since_the_page_is_not_uploaded(
-    client: TestClient, export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hub = FakeHub(root=tmp_path / "hub")
-    monkeypatch.setenv("HF_TOKEN", "hf_x")
-    with serve_hub(hub):
-        use_hub(hub, tmp_path / "cache", monkeypatch)
-        page = planned(client, export)
-        (export / "proof.json").write_text('{"other": 1}')
-        client.post(f"{page}/upload")
-        wait_until(lambda: "has changed since the upload was planned" in client.get(page).text)
-        assert not hub.repos
+def test_an_export_that_changed_since_the_page_is_not_uploaded(client: TestClient, export: Path, hub: FakeHub) -> None:
+    page = planned(client, export)
+    (export / "proof.json").write_text('{"other": 1}')
+    client.post(f"{page}/upload")
+    wait_until(lambda: "has changed since the upload was planned" in client.get(page).text)
+    assert not hub.repos
 
 
 def test_links_are_never_uploaded(client: TestClient, export: Path, tmp_path: Path) -> None:
@@ -117,6 +107,6 @@ def test_names_that_are_not_valid_are_errors_of_the_plan(client: TestClient, exp
         text = client.get(page).text
         assert "HF_HUB_OFFLINE is set" in text
         assert "<button>Upload</button>" not in text
-    reader = TestClient(read_only_app(export.parents[2]), base_url=HERE, follow_redirects=False)
+    reader = read_only_client(export.parents[2])
     assert reader.get("/share").status_code == 404
     assert "/share" not in reader.get(f"/runs/{folder_id(export.parents[1])}").text

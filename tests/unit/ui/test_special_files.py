@@ -12,15 +12,11 @@ from urllib.parse import urlsplit
 import pytest
 
 from sd3_light.ui.folders import Folders, folder_id
-from tests.special_files import SPECIAL, replace
-
-pytest.importorskip("starlette", reason="needs starlette and uvicorn, the extra ui")
-pytest.importorskip("uvicorn", reason="needs starlette and uvicorn, the extra ui")
-
 from sd3_light.ui.job_process import start_process
 from sd3_light.ui.run_queue import RunQueue
+from tests.special_files import SPECIAL, replace
+from tests.unit.ui.client import client_of, site_of
 from tests.unit.ui.conftest import write_run
-from tests.unit.ui.test_server import make_client
 
 SAMPLE = "samples/step-00000010.png"
 HANGING = """
@@ -49,7 +45,7 @@ def test_every_page_answers_beside_special_files(runs: Path, kind: str) -> None:
         replace(runs / "first" / name, kind)
     (runs / "logless").mkdir()
     replace(runs / "logless" / "log.jsonl", kind)
-    client, run_id, logless = make_client(runs), folder_id(runs / "first"), folder_id(runs / "logless")
+    client, run_id, logless = client_of(site_of(runs)), folder_id(runs / "first"), folder_id(runs / "logless")
     for path in ("/", f"/runs/{run_id}", f"/compare?run={run_id}", f"/samples?run={run_id}", "/playground", "/data"):
         reply = client.get(path)
         assert reply.status_code == 200, path
@@ -114,7 +110,7 @@ def test_links_lead_to_no_run_cache_or_config(tmp_path: Path) -> None:
     (tmp_path / "private.toml").write_text('password = "secret"\n')
     (run / "config.toml").unlink()
     (run / "config.toml").symlink_to(tmp_path / "private.toml")
-    client = make_client(below)
+    client = client_of(site_of(below))
     page = client.get(f"/runs/{folder_id(run)}").text
     assert "secret" not in page
     assert "config.toml is a link" in page

@@ -227,22 +227,14 @@ def test_a_store_can_be_sent_to_other_processes(s3: ObjectStore, cache: Path, tm
 
 
 def test_the_least_recently_used_shard_is_evicted(s3: ObjectStore, cache: Path, tmp_path: Path) -> None:
+    others = {"thesis.txt", "model.safetensors", "download.part"}  # never removed
+    (tmp_path / "kept").mkdir()
+    for name in others:
+        (tmp_path / "kept" / name).write_bytes(bytes(10 * SIZE))
     store = RemoteStore(s3.put(cache), tmp_path / "kept", 3 * SIZE + 10)
     for number, left in ((0, {0}), (1, {0, 1}), (2, {0, 1, 2}), (0, {0, 1, 2}), (3, {0, 2, 3}), (4, {0, 3, 4})):
         assert read(store, number) == content(number)
-        assert kept(tmp_path / "kept") == {f"{store.manifest.shards[at].sha256}.safetensors" for at in left}
-
-
-def test_other_files_are_not_removed(s3: ObjectStore, cache: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "kept"
-    folder.mkdir()
-    for name in ("thesis.txt", "model.safetensors", "download.part"):
-        (folder / name).write_bytes(bytes(10 * SIZE))
-    store = RemoteStore(s3.put(cache), folder, SIZE)
-    for number in range(3):
-        read(store, number)
-    assert len(kept(folder)) == 4
-    assert {"thesis.txt", "model.safetensors", "download.part"} < kept(folder)
+        assert kept(tmp_path / "kept") == {f"{store.manifest.shards[at].sha256}.safetensors" for at in left} | others
 
 
 def test_an_eviction_before_opening_is_retried_a_few_times(cache: Path, tmp_path: Path) -> None:

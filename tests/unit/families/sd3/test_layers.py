@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from sd3_light.config import SIZES
 from sd3_light.core.compiling import compile_blocks
 from sd3_light.families.sd3.layers import build_layers, run_layers, unpatchify
+from sd3_light.families.sd3.masked_attention import mask_attention, use_masked_attention
 from sd3_light.families.sd3.random_weights import new_transformer
+from sd3_light.families.sd3.real_pipeline import RealTextAttention
 from tests.tiny_sd3 import perturbed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,11 +41,10 @@ def inputs(height: int = 8, width: int = 8, batch: int = 2, tokens: int = 9) -> 
     return [normal(batch, 16, height, width), times, normal(batch, tokens, 256), normal(batch, 224)]
 
 
-def stock_forward(transformer: SD3Transformer2DModel, features: list[Tensor]) -> Tensor:
+def stock_forward(transformer: SD3Transformer2DModel, features: list[Tensor], **attention: Tensor) -> Tensor:
     noisy, times, prompt, pooled = features
-    output: Tensor = transformer(
-        hidden_states=noisy, timestep=times, encoder_hidden_states=prompt, pooled_projections=pooled, return_dict=False
-    )[0]
+    inputs = {"hidden_states": noisy, "timestep": times, "encoder_hidden_states": prompt, "pooled_projections": pooled}
+    output: Tensor = transformer(**inputs, joint_attention_kwargs=attention or None, return_dict=False)[0]
     return output
 
 
@@ -244,6 +245,53 @@ def test_lengths_pass_through_the_layers_as_integers() -> None:
     transformer.set_attn_processor(JointAttnProcessor2_0())
     with pytest.raises(AssertionError, match="padded text"):
         run_layers(layers, features)
+
+
+@pytest.mark.parametrize("name", ["tiny2", "no-qk-norm", "dual", "one-block"])
+def test_without_lengths_masked_attention_is_the_stock_one_bit_for_bit(name: str) -> None:
+    transformer, features = perturbed(CONFIGS[name]), inputs()
+    expected = stock_forward(transformer, features)
+    expected_gradients = gradients(transformer, expected)
+    before = transformer.attn_processors
+    with use_masked_attention(transformer):
+        assert {type(processor) for processor in transformer.attn_processors.values()} == {RealTextAttention}
+        actual = stock_forward(transformer, features)
+        actual_gradients = gradients(transformer, actual)
+    assert torch.equal(actual, expected)
+    assert set(actual_gradients) == set(expected_gradients)
+    assert all(torch.equal(actual_gradients[name], expected_gradients[name]) for name in expected_gradients)
+    with pytest.raises(KeyboardInterrupt), use_masked_attention(transformer):
+        raise KeyboardInterrupt
+    after = transformer.attn_processors
+    assert after.keys() == before.keys()
+    assert all(after[name] is before[name] for name in before)
+    # the backward pass of cuDNN gives NaN with a mask, at lengths such as 704
+    was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        with use_masked_attention(transformer):
+            assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was_enabled)
+
+
+def test_a_masked_block_compiles_without_graph_breaks_for_any_text_length() -> None:
+    """Under checkpointing, forward and backward."""
+    transformer = perturbed(DUAL)
+    mask_attention(transformer)
+    transformer.enable_gradient_checkpointing()
+
+    def outcome(tokens: int) -> tuple[Tensor, dict[str, Tensor]]:
+        output = stock_forward(transformer, inputs(8, 6, 3, tokens), text_lengths=LENGTHS)
+        return output.detach(), gradients(transformer, output)
+
+    expected = [outcome(tokens) for tokens in (9, 11)]
+    transformer.transformer_blocks[0].compile(backend="eager", fullgraph=True)
+    for tokens, (output, grads) in zip((9, 11), expected, strict=True):
+        actual, actual_grads = outcome(tokens)
+        torch.testing.assert_close(actual, output, rtol=1e-5, atol=1e-6)
+        for name in grads:
+            torch.testing.assert_close(actual_grads[name], grads[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
 # --- new weights -------------------------------------------------------------------------------

@@ -262,15 +262,6 @@ def join_manually(
     return prompt, pooled
 
 
-@pytest.mark.parametrize("pieces", [2, 3])
-def test_split_batches_are_cut_to_their_longest_real_sample(model: Model, real_batch: MakeBatch, pieces: int) -> None:
-    prepared = preparer(model, text_tokens="real").prepare_inputs(real_batch(range(6)))
-    size = 6 // pieces
-    for number, part in enumerate(prepared.split(pieces)):
-        assert part["prompt"].shape[1] == int(part.host["prompt.length"].max())
-        assert all(same(real_row(part, at), real_row(prepared, number * size + at)) for at in range(size))
-
-
 def test_evaluation_is_the_same_in_every_epoch(model: Model, batch: MakeBatch) -> None:
     prepare = preparer(model, enable_uncond_text_dropout=True).prepare_inputs
     first, later = prepare(batch([1, 2]), 0.4), prepare(batch([1, 2], epoch=7, repeats=[3, 4]), 0.4)

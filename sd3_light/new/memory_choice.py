@@ -31,7 +31,7 @@ _ENOUGH = 4  # a quarter of the largest micro-batch is nearly as fast: no need t
 
 
 @dataclass(frozen=True)
-class MemoryPlan:
+class MemoryChoice:
     """Sizes of a run per GPU. ``needed`` and ``available`` are bytes, None on a CPU.
 
     The weights of ``swap_blocks`` blocks are in host memory: ``host`` bytes, with their moments if they train.
@@ -71,35 +71,35 @@ class MemoryPlan:
         return self.fits and self.checkpointing is not True and self.micro_batch >= _ROOMY
 
 
-def plan_memory(estimate: RunEstimate, train: TrainConfig, kind: Kind, gpus: Sequence[Gpu]) -> MemoryPlan:
-    """Return the fastest plan that fits, or the smallest one if none does."""
+def choose_memory(estimate: RunEstimate, train: TrainConfig, kind: Kind, gpus: Sequence[Gpu]) -> MemoryChoice:
+    """Return the fastest choice that fits, or the smallest one if none does."""
     processes = max(1, len(gpus))
     largest = min(kind.largest_micro_batch, max(1, kind.batch // processes))
     sizes = [gpu.total_bytes for gpu in gpus if gpu.total_bytes is not None]
     if not sizes:
         if kind.cpu is not None and not gpus:
-            return MemoryPlan(kind.cpu.batch, 1, False, processes)
+            return MemoryChoice(kind.cpu.batch, 1, False, processes)
         micro_batch = min(CPU_MICRO_BATCH, largest)
-        return MemoryPlan(micro_batch, max(1, kind.batch // (micro_batch * processes)), False, processes)
+        return MemoryChoice(micro_batch, max(1, kind.batch // (micro_batch * processes)), False, processes)
     search = _Search(estimate, train, kind.batch, processes, min(sizes))
-    plan = search.fastest(largest)
-    if plan.fits:
-        return plan
+    choice = search.fastest(largest)
+    if choice.fits:
+        return choice
     if train.adapter is not None:
         search = replace(search, base_bits=8)
-        plan = search.fastest(largest)
-        return plan if plan.fits else search.swapping()
+        choice = search.fastest(largest)
+        return choice if choice.fits else search.swapping()
     if processes > 1 or not kind.continues:
-        return plan
-    return _released(replace(search, batch=1), largest, plan.needed)
+        return choice
+    return _released(replace(search, batch=1), largest, choice.needed)
 
 
-def _released(search: "_Search", largest: int, needed: int | None) -> MemoryPlan:
-    """Return the plan that changes least of those that release gradients and fit; ``needed`` are AdamW's bytes.
+def _released(search: "_Search", largest: int, needed: int | None) -> MemoryChoice:
+    """Return the choice that changes least of those that release gradients and fit; ``needed`` are AdamW's bytes.
 
     Where the smallest weights and moments do not fit, some blocks are in host memory.
     """
-    plan = MemoryPlan(1, 1, True)
+    choice = MemoryChoice(1, 1, True)
     for weight_bytes, tracks, hosted in (*((*stored, False) for stored in _STORED), (*_STORED[-1], True)):
         setup = search.estimate.setup
         setup = replace(
@@ -112,16 +112,16 @@ def _released(search: "_Search", largest: int, needed: int | None) -> MemoryPlan
         )
         train = search.train.model_copy(update={"gradient_release": True})
         narrowed = replace(search, estimate=replace(search.estimate, setup=setup), train=train)
-        plan = narrowed.swapping() if hosted else narrowed.fastest(largest)
-        plan = replace(plan, release=True, narrow=weight_bytes == 2, averages=bool(tracks), needed_by_adamw=needed)
-        if plan.fits:
+        choice = narrowed.swapping() if hosted else narrowed.fastest(largest)
+        choice = replace(choice, release=True, narrow=weight_bytes == 2, averages=bool(tracks), needed_by_adamw=needed)
+        if choice.fits:
             break
-    return plan
+    return choice
 
 
 @dataclass(frozen=True)
 class _Search:
-    """Looks for plans of ``processes`` GPUs with ``available`` bytes each, for ``batch`` samples per step."""
+    """Looks for choices of ``processes`` GPUs with ``available`` bytes each, for ``batch`` samples per step."""
 
     estimate: RunEstimate
     train: TrainConfig
@@ -130,29 +130,29 @@ class _Search:
     available: int
     base_bits: int = 16
 
-    def fastest(self, largest: int) -> MemoryPlan:
-        """Return the fastest plan without swapped blocks that fits, or the smallest one."""
+    def fastest(self, largest: int) -> MemoryChoice:
+        """Return the fastest choice without swapped blocks that fits, or the smallest one."""
         choices = _COMPILED_LEVELS if self.estimate.setup.block_kind == "compiled" else _LEVELS
         levels = [self._fitting(largest, level) for level in choices]
-        fitting = [plan for plan in levels if plan.fits]
-        enough = [plan for plan in fitting if plan.micro_batch * _ENOUGH >= largest]
-        return enough[0] if enough else max(fitting, key=lambda plan: plan.micro_batch, default=levels[-1])
+        fitting = [choice for choice in levels if choice.fits]
+        enough = [choice for choice in fitting if choice.micro_batch * _ENOUGH >= largest]
+        return enough[0] if enough else max(fitting, key=lambda choice: choice.micro_batch, default=levels[-1])
 
-    def swapping(self) -> MemoryPlan:
-        """Return the plan of one sample with the fewest swapped blocks that fits, or with all of them."""
+    def swapping(self) -> MemoryChoice:
+        """Return the choice of one sample with the fewest swapped blocks that fits, or with all of them."""
         blocks = self.estimate.setup.cost.num_blocks
         # fewer than the buffers save nothing, and from then on each one saves memory
-        count = bisect_left(range(blocks), True, SWAP_BUFFERS, key=lambda count: self._plan(1, True, count).fits)
-        return self._plan(1, True, count)
+        count = bisect_left(range(blocks), True, SWAP_BUFFERS, key=lambda count: self._choice(1, True, count).fits)
+        return self._choice(1, True, count)
 
-    def _fitting(self, micro_batch: int, level: Checkpointing) -> MemoryPlan:
-        """Return the plan with the largest micro-batch that fits, at most ``micro_batch``, or with one sample."""
-        plan = self._plan(micro_batch, level)
-        while not plan.fits and plan.micro_batch > 1:
-            plan = self._plan(plan.micro_batch // 2, level)
-        return plan
+    def _fitting(self, micro_batch: int, level: Checkpointing) -> MemoryChoice:
+        """Return the choice with the largest micro-batch that fits, at most ``micro_batch``, or with one sample."""
+        choice = self._choice(micro_batch, level)
+        while not choice.fits and choice.micro_batch > 1:
+            choice = self._choice(choice.micro_batch // 2, level)
+        return choice
 
-    def _plan(self, micro_batch: int, level: Checkpointing, swapped: int = 0) -> MemoryPlan:
+    def _choice(self, micro_batch: int, level: Checkpointing, swapped: int = 0) -> MemoryChoice:
         costliest = max(self.estimate.data.rows, key=lambda row: row.tokens.image)
         tokens = costliest.tokens
         cost = self.estimate.setup.cost
@@ -170,5 +170,5 @@ class _Search:
             swapped=swapped,
         )
         needed = gpu_memory(setup).total
-        plan = MemoryPlan(micro_batch, accumulation, level, self.processes, needed, self.available)
-        return replace(plan, base_bits=self.base_bits, swap_blocks=swapped, host=setup.host_bytes)
+        choice = MemoryChoice(micro_batch, accumulation, level, self.processes, needed, self.available)
+        return replace(choice, base_bits=self.base_bits, swap_blocks=swapped, host=setup.host_bytes)
