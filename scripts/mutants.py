@@ -235,8 +235,9 @@ def candidates(root: Path, module: str, wide: bool) -> list[str]:
 class Measurement:
     """The plugin of one pytest session that collects; tests run in forks of it."""
 
-    def __init__(self, mutants: list[dict[str, Any]], scratch: Path, out: Path) -> None:
+    def __init__(self, mutants: list[dict[str, Any]], numbers: list[int], scratch: Path, out: Path) -> None:
         self.mutants = mutants
+        self.numbers = numbers  # of all mutants in the tree, tried or not
         self.scratch = scratch
         self.out = out
 
@@ -299,7 +300,9 @@ class Measurement:
     def covered(self, session: Any, items: dict[str, Any]) -> tuple[dict[str, list[str]], dict[str, float]]:
         """Return which tests execute which mutants, and the seconds of tests; run those not yet known."""
         path = self.out.with_suffix(".coverage.json")
-        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"hits": {}, "seconds": {}}
+        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if known.get("numbers") != self.numbers:
+            known = {"numbers": self.numbers, "hits": {}, "seconds": {}}
         hits, seconds = known["hits"], known["seconds"]
         new = [item for name, item in items.items() if name not in seconds]
         users = defaultdict(list)
@@ -419,7 +422,8 @@ def main() -> None:
     shutil.copytree(options.tests, root, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache"))
     (root / "mutant_switch.py").write_text(SWITCH, encoding="utf-8")
     done = latest(options.out)
-    mutants = []
+    mutants: list[dict[str, Any]] = []
+    numbers: list[int] = []
     for index, module in enumerate(options.modules.read_text(encoding="utf-8").split()):
         source = (root / module).read_text(encoding="utf-8")
         _, places = instrumented(source, {})
@@ -434,6 +438,7 @@ def main() -> None:
             earlier = done.get(name_of(mutant))
             if earlier is None or (options.wide and earlier["status"] in ("survived", "not executed")):
                 mutants.append({**mutant, "files": files})
+        numbers += ids.values()
         (root / module).write_text(instrumented(source, ids)[0], encoding="utf-8")
     mutants.sort(key=lambda mutant: mutant["id"] % 100)  # one of every module, then the second ones
     options.out = options.out.resolve()
@@ -444,7 +449,7 @@ def main() -> None:
     files = sorted({file for mutant in mutants for file in mutant["files"]})
     words = ["-n0", "-p", "no:cacheprovider", "-q", "-m", "not slow and not timed and not gpu"]
     try:
-        pytest.main([*words, *files], [Measurement(mutants, scratch, options.out)])
+        pytest.main([*words, *files], [Measurement(mutants, numbers, scratch, options.out)])
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
