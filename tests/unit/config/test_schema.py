@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+import pytest
+from pydantic_core import PydanticCustomError
+
 from sd3_light.config import ModelConfig
-from sd3_light.config.base import describe_type, field_types, walk_tables
+from sd3_light.config.base import describe_type, field_types, parse_steps_or_share, walk_tables
 from sd3_light.config.docs import PAGE, render_config_page
 from sd3_light.config.schema_train import TrainConfig
 from sd3_light.config.validation import SCHEMAS, is_secret_key
@@ -41,3 +44,10 @@ def test_every_key_has_a_description_and_a_type_text_and_one_is_secret() -> None
 def test_the_page_matches_the_schema() -> None:
     written = (ROOT / PAGE).read_text(encoding="utf-8")
     assert written == render_config_page(), "run: python -m sd3_light.config.docs"
+
+
+def test_a_share_of_all_steps_is_below_one() -> None:
+    assert [parse_steps_or_share(value) for value in (0, 1, 0.0, 0.99)] == [0, 1, 0.0, 0.99]
+    for value in (1.0, -0.1, -1, True):
+        with pytest.raises(PydanticCustomError, match="not a number of steps or a share"):
+            parse_steps_or_share(value)

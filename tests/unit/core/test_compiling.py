@@ -104,11 +104,17 @@ def test_blocks_that_cannot_be_compiled_run_as_they_are_and_are_named_once(
     assert "no code for it" not in line, "only the first line of the reason"
 
 
-def test_other_records_of_the_compiler_stay(capfd: pytest.CaptureFixture[str]) -> None:
+def test_other_records_of_the_compiler_stay_and_failures_are_named_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     error = (RuntimeError, RuntimeError("no code"), None)
     for level, details in ((logging.ERROR, None), (logging.INFO, error)):
         assert compiling._name_failure(logging.LogRecord("dynamo", level, "", 1, "text", None, details))
     assert capfd.readouterr().err == ""
+    monkeypatch.setattr(compiling, "_NAMED", set())
+    for _ in range(2):
+        assert not compiling._name_failure(logging.LogRecord("dynamo", logging.ERROR, "", 1, "text", None, error))
+    assert capfd.readouterr().err.count("(RuntimeError: no code)") == 1
 
 
 def test_the_time_is_printed_once(compiled: list[int], capfd: pytest.CaptureFixture[str]) -> None:

@@ -289,3 +289,8 @@ def test_a_failed_save_keeps_the_earlier_lora(tmp_path: Path, base: Path, monkey
         write_trained(path, weights, transformer, adapter)
     assert path.read_bytes() == before
     assert [file.name for file in tmp_path.iterdir()] == ["lora.safetensors"]
+
+
+def test_the_base_is_a_folder_or_a_file(tmp_path: Path) -> None:
+    assert spec_of(tmp_path / "transformer").base_folder == tmp_path
+    assert spec_of(tmp_path / "sd3.safetensors").base_folder == tmp_path / "sd3.safetensors"

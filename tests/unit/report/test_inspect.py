@@ -27,7 +27,7 @@ from sd3_light.report.inspect import verb as inspect
 from sd3_light.report.inspect.cache_page import CachePage, group_samples, render_page, write_cache_page
 from sd3_light.report.inspect.cache_stats import Inspection, inspect_cache
 from sd3_light.report.inspect.line_sample import LineSample
-from sd3_light.report.inspect.sample_cards import SampleCard
+from sd3_light.report.inspect.sample_cards import SampleCard, open_vae
 from sd3_light.sources.buckets import Bucket, resize_for
 from sd3_light.sources.preprocess import REASONS, decode, fit, fit_mask
 from sd3_light.world import write_dataset
@@ -276,6 +276,9 @@ def test_a_missing_vae_is_noted_and_can_be_passed(tmp_path: Path, copy_cache: Ca
     assert "--vae FOLDER" in content.notes[0]
     assert all(sample.original and not sample.decoded for sample in content.samples)
     assert any(sample.masked for sample in content.samples)
+    opened, problem = open_vae({}, None)
+    assert opened is None
+    assert "--vae FOLDER" in problem
     for vae in (DEMO, DEMO / "vae"):
         content = write_cache_page(folder, tmp_path / "page.html", vae=vae)
         assert content.notes == []

@@ -68,6 +68,18 @@ def test_speed_counts_training_only(clock: list[float]) -> None:
     assert training_meter.mark().clock.loaded == pytest.approx(2 * 13)
 
 
+def test_a_record_ends_at_its_mark(clock: list[float]) -> None:
+    """The host may have queued further steps."""
+    training_meter = Meter()
+    training_meter.add(1, result(), samples=12, flops=1)
+    mark = training_meter.mark()
+    training_meter.collect(wait=True)
+    training_meter.add(2, result(), samples=99, flops=1)
+    clock[0] += 4
+    fields = training_meter.record(mark)
+    assert (fields["steps"], fields["samples_per_second"]) == (1, pytest.approx(3.0))
+
+
 def test_bands_are_means_over_their_samples() -> None:
     window = Window()
     window.add(numbers(1.0, [6.0, 0.0], [2.0, 0.0]))
