@@ -1,9 +1,10 @@
 """Count the code tokens of each room: names, operators, numbers and strings, by Python 3.11.
 
-python scripts/tokens.py [FOLDER] [--since COMMIT]
+python scripts/tokens.py [FOLDER] [--since COMMIT] [--renames COMMIT ...]
 
 With ``--since``, definitions (functions, methods, statements outside of them) that existed at that commit are counted
-apart from new ones. A definition existed if at least 0.3 of its lines are from then, by `git blame` with moves.
+apart from new ones. A definition existed if at least 0.3 of its lines are from then, by `git blame` with moves. Commits
+that only rename (``--renames``) are passed over.
 """
 
 import argparse
@@ -35,18 +36,19 @@ def definitions(body: list[ast.stmt]) -> Iterator[range]:
             yield range(first, (node.end_lineno or first) + 1)
 
 
-def old_lines(path: Path, commits: set[str]) -> set[int]:
+def old_lines(path: Path, commits: set[str], renames: list[str]) -> set[int]:
     """Return the lines of a file that are from ``commits``."""
-    command = ["git", "blame", "-w", "-M", "-C", "-s", "--abbrev=39", "HEAD", "--", str(path)]
+    command = ["git", "blame", "-w", "-M", "-C", "-s", "--abbrev=39"]
+    command += [f"--ignore-rev={commit}" for commit in renames] + ["HEAD", "--", str(path)]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     return {number for number, line in enumerate(lines, 1) if line.split(" ", 1)[0].lstrip("^") in commits}
 
 
-def existed(path: Path, commits: set[str]) -> int:
+def existed(path: Path, commits: set[str], renames: list[str]) -> int:
     """Return the tokens of definitions that existed at the last of ``commits``."""
     source = path.read_text(encoding="utf-8")
     tokens = tokens_by_line(source)
-    old = old_lines(path, commits)
+    old = old_lines(path, commits, renames)
     total = 0
     for lines in definitions(ast.parse(source).body):
         written = [line for line in lines if tokens[line]]
@@ -60,6 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", default=Path("sd3_light"))
     parser.add_argument("--since", help="a commit: count apart what existed then")
+    parser.add_argument("--renames", nargs="*", default=[], help="commits that only rename")
     options = parser.parse_args()
     commits: set[str] = set()
     if options.since:
@@ -71,7 +74,7 @@ def main() -> None:
         room = rooms[inside[0] if len(inside) > 1 else "."]
         room["all"] += sum(tokens_by_line(path.read_text(encoding="utf-8")).values())
         if commits:
-            room["existed"] += existed(path, commits)
+            room["existed"] += existed(path, commits, options.renames)
     for name, room in [
         *sorted(rooms.items(), key=lambda item: -item[1]["all"]),
         ("sum", sum(rooms.values(), Counter())),
