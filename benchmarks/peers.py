@@ -81,6 +81,7 @@ class Row:
 
 CHECKPOINTING = {"activation_checkpointing": True}
 SMALL = ('optimizer.type="adamw8bit"', "gradient_release=true", "gradient_clipping=0.0")
+EIGHT_BITS = ("adapter.base_bits=8",)
 ROWS = {
     "lora-512-4": Row("train_dreambooth_lora_sd3.py", 512, 4, flags=(*LORA, *SD3_TEXT)),
     "lora-1024-1": Row("train_dreambooth_lora_sd3.py", 1024, 1, flags=(*LORA, *SD3_TEXT)),
@@ -105,6 +106,9 @@ ROWS = {
     "all-512-4-small": Row("", 512, 4, targets=(), overrides=SMALL),  # the script of `all-512-4` has no such form
     "flux-1024-1": Row("train_dreambooth_lora_flux.py", 1024, 1, "flux", FLUX_LAYERS, FLUX_FLAGS, cudnn=False),
     "qwen-1024-1": Row("train_dreambooth_lora_qwen_image.py", 1024, 1, "qwen_image", ATTENTION),
+    # beside the scripts' rows without these words: products with frozen weights in 8 bits
+    "flux-1024-1-8bit": Row("", 1024, 1, "flux", FLUX_LAYERS, overrides=EIGHT_BITS),
+    "qwen-1024-1-8bit": Row("", 1024, 1, "qwen_image", ATTENTION, overrides=EIGHT_BITS),
     "z-image-1024-1": Row("train_dreambooth_lora_z_image.py", 1024, 1, "z_image", ATTENTION),
     "anchor-sd3": Row("", 1024, 3, "sd3_medium", rank=128, published=(0.529, 34.59)),
     "anchor-sd3-checkpointing": Row("", 1024, 3, "sd3_medium", rank=128, keys=CHECKPOINTING, published=(0.721, 7.67)),
