@@ -8,7 +8,8 @@ A mutant is one changed place in a function. Its name is (module, function, oper
 finds it in another version. One copy of the checkout has all mutants, each behind a switch. The test files nearest to a
 module run once, to see which tests execute which places. Then each mutant runs in a fork, with these tests only, until
 one fails. ``--wide`` tries survivors again with all tests of their room and all that import a name of their module.
-Results are JSON lines; the last one of a mutant counts, and a run with the same ``--out`` continues an earlier one.
+A line of modules.txt may have a
+second path: where the module is in that checkout. Results are JSON lines; the last one of a mutant counts, and a run with the same ``--out`` continues an earlier one.
 """
 
 import argparse
@@ -424,14 +425,16 @@ def main() -> None:
     done = latest(options.out)
     mutants: list[dict[str, Any]] = []
     numbers: list[int] = []
-    for index, module in enumerate(options.modules.read_text(encoding="utf-8").split()):
-        source = (root / module).read_text(encoding="utf-8")
+    for index, line in enumerate(options.modules.read_text(encoding="utf-8").splitlines()):
+        module, *moved = line.split()
+        path = moved[0] if moved else module
+        source = (root / path).read_text(encoding="utf-8")
         _, places = instrumented(source, {})
         ids = {}
         for turn, place in enumerate(chosen_places(options, module, places)):
             mutant = {"id": 100 * index + turn, "module": module, **place, "places": len(places)}
             ids[name_of(mutant)[1:]] = mutant["id"]
-            files = candidates(root, module, options.wide)
+            files = candidates(root, path, options.wide)
             file = (mutant.get("earlier") or "").split("::")[0]
             if file not in files and (root / file).is_file():
                 files.append(file)
@@ -439,7 +442,7 @@ def main() -> None:
             if earlier is None or (options.wide and earlier["status"] in ("survived", "not executed")):
                 mutants.append({**mutant, "files": files})
         numbers += ids.values()
-        (root / module).write_text(instrumented(source, ids)[0], encoding="utf-8")
+        (root / path).write_text(instrumented(source, ids)[0], encoding="utf-8")
     mutants.sort(key=lambda mutant: mutant["id"] % 100)  # one of every module, then the second ones
     options.out = options.out.resolve()
     os.chdir(root)
