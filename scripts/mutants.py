@@ -8,8 +8,8 @@ A mutant is one changed place in a function. Its name is (module, function, oper
 finds it in another version. One copy of the checkout has all mutants, each behind a switch. The test files nearest to a
 module run once, to see which tests execute which places. Then each mutant runs in a fork, with these tests only, until
 one fails. ``--wide`` tries survivors again with all tests of their room and all that import a name of their module.
-A line of modules.txt may have a
-second path: where the module is in that checkout. Results are JSON lines; the last one of a mutant counts, and a run with the same ``--out`` continues an earlier one.
+A line of modules.txt may have a second path: where the module is in that checkout. Results are JSON lines; the last one
+of a mutant counts, and a run with the same ``--out`` continues an earlier one.
 """
 
 import argparse
