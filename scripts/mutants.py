@@ -336,7 +336,7 @@ class Measurement:
                 chosen.append(item)
         ended, reports = self.in_fork(session, chosen, str(number), 4 * min(total, MOST_SECONDS) + 45)
         test = next((name for name, has_failed, _ in reports if has_failed), None)
-        status = "killed" if test else "survived" if ended else "timeout"
+        status = "survived" if test is None and ended else "killed"
         took = round(time.monotonic() - start, 1)
         return {"status": status, "test": test, "tests": len(items), "run": len(chosen), "seconds": took}
 
@@ -353,9 +353,14 @@ class Measurement:
             session.config._tmp_path_factory._given_basetemp = self.scratch / "tmp"
             session.config.option.maxfail = 0 if active == "record" else 1
             session.items = items
-            with suppress(BaseException):  # the first failure
+            code = 0
+            try:
                 session.config.pluginmanager.subset_hook_caller("pytest_runtestloop", [self])(session=session)
-            os._exit(0)
+            except session.Failed:
+                pass
+            except BaseException:  # an interrupt, which ends pytest without a failed test
+                code = 1
+            os._exit(code)
         end = time.monotonic() + limit
         ended = code = 0
         while not ended and time.monotonic() < end:
