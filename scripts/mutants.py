@@ -8,7 +8,8 @@ A mutant is one changed place in a function. Its name is (module, function, oper
 finds it in another version. One copy of the checkout has all mutants, each behind a switch. The test files nearest to a
 module run once, to see which tests execute which places. Then each mutant runs in a fork, with these tests only, until
 one fails. ``--wide`` tries survivors again with all tests of their room and all that import a name of their module.
-Results are JSON lines; the last one of a mutant counts, and a run with the same ``--out`` continues an earlier one.
+A line of modules.txt may have a second path: where the module is in that checkout. Results are JSON lines; the last one
+of a mutant counts, and a run with the same ``--out`` continues an earlier one.
 """
 
 import argparse
@@ -335,7 +336,7 @@ class Measurement:
                 chosen.append(item)
         ended, reports = self.in_fork(session, chosen, str(number), 4 * min(total, MOST_SECONDS) + 45)
         test = next((name for name, has_failed, _ in reports if has_failed), None)
-        status = "killed" if test else "survived" if ended else "timeout"
+        status = "survived" if test is None and ended else "killed"
         took = round(time.monotonic() - start, 1)
         return {"status": status, "test": test, "tests": len(items), "run": len(chosen), "seconds": took}
 
@@ -352,9 +353,14 @@ class Measurement:
             session.config._tmp_path_factory._given_basetemp = self.scratch / "tmp"
             session.config.option.maxfail = 0 if active == "record" else 1
             session.items = items
-            with suppress(BaseException):  # the first failure
+            code = 0
+            try:
                 session.config.pluginmanager.subset_hook_caller("pytest_runtestloop", [self])(session=session)
-            os._exit(0)
+            except session.Failed:
+                pass
+            except BaseException:  # an interrupt, which ends pytest without a failed test
+                code = 1
+            os._exit(code)
         end = time.monotonic() + limit
         ended = code = 0
         while not ended and time.monotonic() < end:
@@ -424,14 +430,16 @@ def main() -> None:
     done = latest(options.out)
     mutants: list[dict[str, Any]] = []
     numbers: list[int] = []
-    for index, module in enumerate(options.modules.read_text(encoding="utf-8").split()):
-        source = (root / module).read_text(encoding="utf-8")
+    for index, line in enumerate(options.modules.read_text(encoding="utf-8").splitlines()):
+        module, *moved = line.split()
+        path = moved[0] if moved else module
+        source = (root / path).read_text(encoding="utf-8")
         _, places = instrumented(source, {})
         ids = {}
         for turn, place in enumerate(chosen_places(options, module, places)):
             mutant = {"id": 100 * index + turn, "module": module, **place, "places": len(places)}
             ids[name_of(mutant)[1:]] = mutant["id"]
-            files = candidates(root, module, options.wide)
+            files = candidates(root, path, options.wide)
             file = (mutant.get("earlier") or "").split("::")[0]
             if file not in files and (root / file).is_file():
                 files.append(file)
@@ -439,7 +447,7 @@ def main() -> None:
             if earlier is None or (options.wide and earlier["status"] in ("survived", "not executed")):
                 mutants.append({**mutant, "files": files})
         numbers += ids.values()
-        (root / module).write_text(instrumented(source, ids)[0], encoding="utf-8")
+        (root / path).write_text(instrumented(source, ids)[0], encoding="utf-8")
     mutants.sort(key=lambda mutant: mutant["id"] % 100)  # one of every module, then the second ones
     options.out = options.out.resolve()
     os.chdir(root)
