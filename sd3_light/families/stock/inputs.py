@@ -118,12 +118,11 @@ class StockInputs(PipelineInputs):
     def default_size(self, pipe: Any) -> tuple[int, int]:
         """See `PipelineInputs.default_size`: the square with about as many pixels as the images of the run."""
         step = self.family.token_side(self.folder)
-        latent = getattr(pipe, "default_sample_size", None) or pipe.transformer.config.get("sample_size")
-        side = self.family.trained_side
         if self.trained_at is not None:
             side = step * max(1, round(math.sqrt(math.prod(self.trained_at)) / step))
-        elif isinstance(latent, int):
-            side = latent * step // self.family.patch
+            return side, side
+        latent = getattr(pipe, "default_sample_size", None) or pipe.transformer.config.get("sample_size")
+        side = latent * step // self.family.patch if isinstance(latent, int) else self.family.trained_side
         return side, side
 
     def text_limits(self, folder: Path) -> list[TextLimit]:

@@ -322,5 +322,5 @@ def test_new_writes_a_project_of_edits(tmp_path: Path, tiny_folder: TinyFolder) 
         other = new.run("edit", str(tmp_path / "images"), str(model), tmp_path / name, resolution=64)
         assert check.load(other.train_toml).train.model.references == 1
     shutil.rmtree(tmp_path / "images-before")
-    with pytest.raises(ConfigFaults, match="not a folder"):
+    with pytest.raises(ConfigFaults, match=r"references: no such file or folder"):
         new.run("edit", str(tmp_path / "images"), str(tiny_folder(NAME)), tmp_path / "other", resolution=64)
