@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import Field, TypeAdapter
+from pydantic import FailFast, Field, TypeAdapter, ValidationError
 
 from sd3_light.config.faults import UserError
 from sd3_light.inputs import INDEX_BYTES, is_inner_path, read_json_file
@@ -33,9 +33,9 @@ class Range(NamedTuple):
 class IndexEntry:
     """One tensor: its shape, its dtype in safetensors spelling, and its ranges in order."""
 
-    shape: tuple[Count, ...]
+    shape: Annotated[tuple[Count, ...], FailFast()]
     dtype: str
-    ranges: tuple[Range, ...]
+    ranges: Annotated[tuple[Range, ...], FailFast()]
 
     @property
     def count(self) -> int:
@@ -57,6 +57,16 @@ class IndexEntry:
 
 
 _ENTRY = TypeAdapter(IndexEntry)
+
+
+def _entry(name: str, fields: Any) -> IndexEntry:
+    """Return the entry of a tensor. Raises ValueError with one line that names the first wrong field."""
+    try:
+        return _ENTRY.validate_python(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        field = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{name}: {field}: {first['msg']}") from None
 
 
 @dataclass(frozen=True)
@@ -97,10 +107,10 @@ def read_index(folder: Path) -> Index:
         raise damaged(folder, INDEX, "wrong hash")
     try:
         _require_files(content["files"])
-        tensors = {name: _ENTRY.validate_python(fields) for name, fields in content["tensors"].items()}
+        tensors = {name: _entry(name, fields) for name, fields in content["tensors"].items()}
         return Index(dict(content["facts"]), tensors, content["files"])
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise damaged(folder, INDEX, f"not an index: {error!r:.80}") from error
+        raise damaged(folder, INDEX, f"not an index: {error!r:.160}") from error
 
 
 def merge_entries(parts: Iterable[Mapping[str, Any]]) -> dict[str, IndexEntry]:
@@ -109,7 +119,7 @@ def merge_entries(parts: Iterable[Mapping[str, Any]]) -> dict[str, IndexEntry]:
     ranges: dict[str, list[Range]] = {}
     for tensors in parts:
         for name, fields in tensors.items():
-            part = _ENTRY.validate_python(fields)
+            part = _entry(name, fields)
             shape, dtype = kinds.setdefault(name, (part.shape, part.dtype))
             if (shape, dtype) != (part.shape, part.dtype):
                 raise UserError(

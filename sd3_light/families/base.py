@@ -284,8 +284,8 @@ class StockFamily(Family):
 
     def drawing(self, config: TrainConfig) -> OwnDrawing:
         """See `Family.drawing`."""
-        denoiser = _denoiser_config(config.model)
-        if config.terms.distill is None or denoiser is None:
+        denoiser = None if config.terms.distill is None else _denoiser_config(config.model)
+        if denoiser is None:
             return drawing_of_run(config, self.unguided)
         unguided = None if self.takes_guidance(denoiser) else self.unguided
         return drawing_of_run(config, unguided, self.own_drawing(denoiser).guidance)

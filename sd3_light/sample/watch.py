@@ -159,7 +159,7 @@ class SeenBatch:
         if watch.show is None:
             return
         self._latents = latents
-        likely = self._estimate.after(step, latents)
+        likely = None if watch.preview is None else self._estimate.after(step, latents)
         images: Sequence[Image.Image | None] = [None] * len(self._indices)
         if watch.preview is not None and likely is not None:
             vae = getattr(self._pipe.vae, "host", self._pipe.vae)  # of a model in phases
