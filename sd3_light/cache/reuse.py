@@ -43,6 +43,7 @@ PIXELS = "pixels_fingerprint"
 _CAPTIONS = "captions"
 _FINGERPRINT = 16  # bytes
 _RECORD = np.dtype(f"S{_FINGERPRINT + 8}")
+_CHUNK = 1 << 14  # records that are compared at a time
 _MANY_SHARDS = 500  # to compare fewer takes seconds
 
 
@@ -338,7 +339,13 @@ def _wanted_records(fingerprints: NDArray[np.bytes_], wanted: SortedArray, numbe
 
 def _count_found(wanted: SortedArray, cells: SortedArray) -> int:
     """Return how many of the wanted fingerprints have a record."""
-    return int(np.isin(wanted.values, cells.values.astype(f"S{_FINGERPRINT}")).sum())
+    known = cells.values
+    matches = 0
+    for start in range(0, len(wanted.values) if len(known) else 0, _CHUNK):
+        records = wanted.values[start : start + _CHUNK].astype(_RECORD)
+        index = np.searchsorted(known, records).clip(max=len(known) - 1)
+        matches += int((known[index].astype(f"S{_FINGERPRINT}") == records.astype(f"S{_FINGERPRINT}")).sum())
+    return matches
 
 
 def _save(

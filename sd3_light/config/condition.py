@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 NUMBER = "a number"
@@ -202,9 +201,7 @@ class _Compiler:
                 self._require(operand, own, kind)
         if kind == BOOLEAN and any(op in _ORDER for op in ops):
             raise self._error(node, "orders booleans; use == or !=")
-        pairs = pairwise(evaluate for evaluate, _ in parts)
-        compared = [_binary(_COMPARISONS[op], *pair) for op, pair in zip(ops, pairs, strict=True)]
-        return compared[0] if len(compared) == 1 else _joined(compared, decisive=False)
+        return _chained([_COMPARISONS[op] for op in ops], [evaluate for evaluate, _ in parts])
 
     def _is_null(self, node: ast.Compare, compare: _Operator) -> _Evaluate:
         right = node.comparators[0]
@@ -276,6 +273,26 @@ def _binary(operation: _Operator, left: _Evaluate, right: _Evaluate) -> _Evaluat
             return None if a is None or b is None else operation(a, b)
         except (ZeroDivisionError, OverflowError):
             return None
+
+    return evaluate
+
+
+def _chained(comparisons: Sequence[_Operator], parts: Sequence[_Evaluate]) -> _Evaluate:
+    """Return whether all comparisons of neighbours hold, each part evaluated once: chains may be nested."""
+    first, *others = parts
+    steps = list(zip(comparisons, others, strict=True))
+
+    def evaluate(values: Mapping[str, Any]) -> bool | None:
+        left = first(values)
+        result: bool | None = True
+        for compare, part in steps:
+            right = part(values)
+            if left is None or right is None:
+                result = None
+            elif not compare(left, right):
+                return False
+            left = right
+        return result
 
     return evaluate
 

@@ -22,7 +22,8 @@ _fault = partial(Fault, "")  # without a file; the caller fills it in
 _STAGES = "pipeline_stages"
 _ONE_STAGE = "write pipeline_stages = 1"
 _ONE_OF_BOTH = "remove one of them"
-_TERMS = ("objective.*", "reward.*")
+_OBJECTIVE = ("objective.*",)
+_TERMS = (*_OBJECTIVE, "reward.*")
 _DEPTH = ("model.size", "model.num_layers", "model.shape.num_layers", "model.train_type")
 TIME_KEYS = (
     "timestep_sample_method",
@@ -61,7 +62,7 @@ def _staged(key: str, reads: tuple[str, ...], is_used: Callable[[TrainConfig], o
     def is_broken(train: TrainConfig) -> bool:
         return train.pipeline_stages > 1 and bool(is_used(train))
 
-    return _Rule(key, (_STAGES, *reads), is_broken, problem, _ONE_STAGE)
+    return _Rule(key, (_STAGES, *reads), is_broken, problem, f"remove it, or {_ONE_STAGE}")
 
 
 _SAVING = ("steps", "epochs", "examples")
@@ -111,11 +112,22 @@ _RULES = (
         "pipeline stages run the model without it",
     ),
     _staged("reward", ("reward.*",), lambda train: train.reward, "pipeline stages do not draw images in a step"),
-    _staged(
+    _Rule(
         "activation_checkpointing",
-        (),
-        lambda train: train.activation_checkpointing == "host" or isinstance(train.activation_checkpointing, float),
+        (_STAGES,),
+        lambda train: (
+            train.pipeline_stages > 1
+            and (train.activation_checkpointing == "host" or isinstance(train.activation_checkpointing, float))
+        ),
         "the blocks of pipeline stages all keep their inputs, on the GPU",
+        f"write true, or {_ONE_STAGE.removeprefix('write ')}",
+    ),
+    _Rule(
+        "objective.alignment.teacher",
+        (*_TERMS, "model.routing.*"),
+        lambda train: train.terms.alignment and train.terms.alignment.teacher == "average" and train.model.routing,
+        "the average would lack the tokens that skip its blocks",
+        'write "cache", or remove [model.routing]',
     ),
     _Rule(
         "cache_residence",
@@ -265,7 +277,7 @@ def token_keys(train: TrainConfig) -> Iterator[Fault]:
         yield _fault(key, **fields)
     if train.terms.layer_sync is not None and train.pipeline_stages > 1:
         key = train.spelled("model.layer_sync")
-        yield _fault(key, "pipeline stages do not exchange these tokens", hint=_ONE_STAGE)
+        yield _fault(key, "pipeline stages do not exchange these tokens", hint=f"remove it, or {_ONE_STAGE}")
 
 
 def token_problems(train: TrainConfig, num_blocks: int | None, num_positions: int | None) -> dict[str, dict[str, str]]:
@@ -334,9 +346,6 @@ def alignment(train: TrainConfig) -> Iterator[Fault]:
     if term.teacher == "cache" and train.model.teacher_path is None:
         problem = "no vision model is named whose features the cache stores"
         yield _fault("objective.alignment", problem, hint='write model.teacher_path, or teacher = "average"')
-    if term.teacher == "average" and train.model.routing is not None:
-        problem = "the average would lack the tokens that skip its blocks"
-        yield _fault("objective.alignment.teacher", problem, hint='write "cache", or remove [model.routing]')
     if term.teacher == "average" and train.terms.taught is not None:
         problem = f"[objective.{train.terms.taught[0]}] has a teacher too, and a run has one"
         yield _fault("objective.alignment.teacher", problem, hint='write "cache", or remove one of the two')
@@ -603,11 +612,11 @@ _TOKENS = ("model.position_crop_side", "model.routing.*", "model.layer_sync.*")
 _RECON = ("model.text_recon_gamma", "model.text_recon_target_layer")
 _CHECKS: dict[Callable[[TrainConfig], Iterator[Fault]], tuple[str, ...]] = {
     **{rule: (rule.key, *rule.reads) for rule in _RULES},
-    text_recon: (*_DEPTH, *_RECON, *_TERMS),
-    token_keys: (*_DEPTH, *_TOKENS, *_TERMS, _STAGES),
-    spellings: (*SPELLINGS, *_TERMS),
+    text_recon: (*_DEPTH, *_RECON, *_OBJECTIVE),
+    token_keys: (*_DEPTH, *_TOKENS, *_OBJECTIVE, _STAGES),
+    spellings: (*SPELLINGS, *_OBJECTIVE),
     terms: (*_TERMS, "ema.enable", _STAGES),
-    alignment: (*_TERMS, "model.teacher_path", "model.routing.*"),
+    alignment: (*_TERMS, "model.teacher_path"),
     training_adapter: ("model.training_adapter", *_TERMS),
     reward: (*_TERMS, *_TOKENS, *_RECON, "max_steps", "micro_batch_size_per_gpu", "adapter", "swap_blocks"),
     shape: ("model.shape.head_dim", "model.size", "model.num_layers"),
@@ -649,9 +658,12 @@ def _concerns(key: str, faulty: str) -> bool:
 
 
 def _shown_value(train: TrainConfig, key: str) -> str | None:
-    """Return the value of a key as a fault shows it; None for absent keys and tables."""
+    """Return the value of a key as a fault shows it; None for absent keys, tables and empty lists."""
     value = attrgetter(key)(train)
-    return None if value is None or isinstance(value, Table) else format_value(value)
+    is_list = isinstance(value, list | tuple)
+    if value is None or isinstance(value, Table) or (is_list and all(isinstance(each, Table) for each in value)):
+        return None
+    return format_value(value)
 
 
 def config_warnings(train: TrainConfig, total_steps: int, unguided: float | None = 1.0) -> Iterator[str]:

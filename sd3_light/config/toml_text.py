@@ -16,7 +16,8 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 _EQUALS = re.compile(r"=[ \t]*")
 _TOKEN = re.compile(
     r"""
-    \"{3} (?:[^\\]|\\.?)*? (?:"{3,5}|\Z)  # strings of several lines, of which up to two quotes belong to the text
+    # strings of several lines, of which up to two quotes belong to the text; possessive, so that nothing is remembered
+    \"{3} (?:[^"\\]++|\\.?|"{1,2}(?!"))*+ (?:"{3,5}|\Z)
     | '{3} .*? (?:'{3,5}|\Z)
     | " (?:[^"\\\n]|\\[^\n])* "?
     | ' [^'\n]* '?

@@ -58,7 +58,7 @@ def scan_folder(context: ScanContext, root: DataLocation) -> Iterator[ScanItem]:
 
 def _scan(context: ScanContext, folder: _WalkedFolder) -> Iterator[ScanItem | _WalkedFolder]:
     notes: dict[str, str] = {}
-    folders: list[str] = []
+    folders: set[str] = set()  # a web page may list a name twice
     try:
         identity = folder_identity(folder.path)
         if identity in folder.above:
@@ -66,7 +66,7 @@ def _scan(context: ScanContext, folder: _WalkedFolder) -> Iterator[ScanItem | _W
             return
         for entry in visible(folder.path, context.excluded):
             if is_folder(entry):
-                folders.append(entry.name)
+                folders.add(entry.name)
             else:
                 notes[entry.name] = listed_version(entry)
     except OSError as error:

@@ -72,6 +72,13 @@ def test_null_does_not_match(text: str) -> None:
     assert not parse_condition(text).matches({"x": None})
 
 
+def test_nested_chains_evaluate_each_part_once() -> None:
+    text = "a == 6"
+    for _ in range(45):
+        text = f"ok == ({text}) == ok"
+    assert parse_condition(text).matches(VALUES)
+
+
 def test_types_and_terms_of_a_condition() -> None:
     condition = parse_condition("a > 1 and b == 'x' and c and d < e and f is None and g < h and h == '1'")
     assert condition.kinds == {

@@ -226,6 +226,9 @@ def test_files_and_folders_on_the_web(store: ObjectStore, tmp_path: Path) -> Non
         partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
     ) as web:  # it lists folders, and ignores ranges
         assert facts(DirectoryConfig(path=f"{web}/web/table")) == facts(DirectoryConfig(path=local / "table"))
+        write_files(tmp_path / "page" / "sub", {"a.png": png(1), "a.txt": "one"})
+        (tmp_path / "page" / "index.html").write_text('<a href="sub/">a</a> <a href="./sub/">b</a>')
+        assert len(facts(DirectoryConfig(path=f"{web}/page"))) == 1, "a page may name a folder twice"
         write_tar(tmp_path / "large.tar", [("a.png", bytes(1 << 18)), ("a.txt", b"a")])
         with pytest.raises(UserError, match=r"/large\.tar: its server ignores requests for a range; copy the file"):
             facts(DirectoryConfig(path=f"{web}/large.tar"))
