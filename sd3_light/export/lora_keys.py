@@ -12,7 +12,7 @@ _PREFIX = re.compile(
 )
 # peft may put an adapter name (".default") before ".weight"
 _ROLE = re.compile(
-    r"(?P<stem>.+?)\.(?P<role>lora_(A|B|down|up)(?=\.)|lora_magnitude_vector|alpha)(\.\w+)??(?P<weight>\.weight)?"
+    r"(?P<stem>.+?)\.(?P<role>lora_(A|B|down|up)(?=\.)|lora_magnitude_vector|alpha(?!\.lora_))(\.\w+)??(?P<weight>\.weight)?"
 )
 _ROLES: dict[str, Role] = {
     "lora_A": "down",

@@ -55,8 +55,8 @@ def error_of(work: Callable[[], object]) -> str:
     try:
         work()
     except (UserError, OSError) as error:
-        return str(error)
-    except Exception as error:  # the top level of a thread
+        return str(error) or type(error).__name__
+    except BaseException as error:  # the top level of a thread; a panic of a library in Rust is not an Exception
         traceback.print_exc()
         return f"{type(error).__name__}; this is a bug in sd3-light, see the server's terminal"
     return ""

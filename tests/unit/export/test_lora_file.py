@@ -19,6 +19,7 @@ from sd3_light.config import SIZES, AdapterConfig
 from sd3_light.config.faults import UserError
 from sd3_light.core.files import Padding
 from sd3_light.export.lora_file import read_lora, write_lora
+from sd3_light.export.lora_keys import read_key
 from sd3_light.model.adapter_layers import add_adapter
 from sd3_light.model.lora_layers import LoraModule, from_peft, load_lora, lora_modules
 from sd3_light.tensor_file import METADATA_KEY
@@ -343,6 +344,11 @@ SPELLINGS = {
     "onetrainer": ("lora_transformer_transformer_blocks_0_attn_to_out_0", "lora_down.weight", "lora_up.weight"),
     "lycoris": ("lycoris_transformer_blocks_0_attn_to_out_0", "lora_down.weight", "lora_up.weight"),
 }
+
+
+def test_a_layer_may_be_named_alpha() -> None:
+    assert read_key("transformer.blocks.0.alpha.lora_A.weight") == ("blocks.0.alpha", "down")
+    assert read_key("transformer.blocks.0.alpha") == ("blocks.0", "alpha")
 
 
 @pytest.mark.parametrize("alpha", [None, 3.0], ids=["without-alpha", "alpha"])
