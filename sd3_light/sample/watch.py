@@ -32,8 +32,11 @@ _EARLIER = 0.6  # the weight of earlier images when another is learned
 _PATCH = 2  # the side of a patch whose latent pixels are packed as channels
 
 
-class Cancelled(Exception):
-    """The caller cancelled the images while they were drawn."""
+class Cancelled(BaseException):
+    """The caller cancelled the images while they were drawn.
+
+    Not an `Exception`: tokenizers turn every one that meets their tensors into an error of their own.
+    """
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
 from PIL import Image
+from transformers import CLIPTokenizer
 
 from sd3_light import cli
 from sd3_light.assets import DEMO
@@ -139,6 +140,12 @@ def test_steps_and_the_vae_are_cancelled_between_two_operations(model: OpenModel
         assert called == []
         assert list((tmp_path / "none").glob("*")) == []
     assert drawn(model, tmp_path / "after", Watch(lambda: False)) == before
+
+
+def test_a_tokenizer_does_not_hide_that_images_were_cancelled() -> None:
+    tokenizer = CLIPTokenizer.from_pretrained(DEMO / "tokenizer")
+    with pytest.raises(Cancelled), cancellable(lambda: True):
+        tokenizer(["a circle"], return_tensors="pt")
 
 
 def test_loading_is_cancelled_and_loads_the_same_afterwards(model: OpenModel, tmp_path: Path) -> None:
