@@ -44,7 +44,7 @@ help: ## show this list
 demo: $(VENV)/.run-installed ## train a tiny model on generated images and sample it, on one CPU
 	$(BIN)/sd3-light demo
 
-test: $(VENV)/.dev-installed ## the tests that every change must pass (about 10 minutes on 2 cores)
+test: $(VENV)/.dev-installed ## the tests that every change must pass (about 13 minutes on 2 cores)
 	$(PYTEST) $(PARALLEL) -m "not slow and not timed and not gpu" $(ARGS)
 
 test-full: $(VENV)/.dev-installed ## all tests except the GPU tests; tests of missing tools are skipped
