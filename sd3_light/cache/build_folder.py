@@ -59,10 +59,10 @@ class BuildFolder:
         self.location: CacheLocation = folder
 
     def push_shard(self, file: str) -> None:
-        """Upload what was written for the shard of a shard."""
+        """Upload what was written for a shard."""
 
     def stored_files(self, file: str) -> StoredFiles:
-        """Return what the store has of the shard of a shard, for the mirror of another process."""
+        """Return what the store has of a shard, for the mirror of another process."""
         return StoredFiles()
 
     def adopt_shard(self, file: str, files: StoredFiles) -> None:

@@ -33,7 +33,7 @@ from sd3_light.sources.records import reject_line
 
 
 def is_done(shards: Path, shard: PlannedShard) -> bool:
-    """Return whether a shard's shard (or the note that all its samples were rejected) exists and is not damaged."""
+    """Return whether a shard's file (or the note that all its samples were rejected) exists and is not damaged."""
     path = shards / shard.file
     if damaged_mark(path).exists():
         return False
@@ -320,7 +320,7 @@ def _values(column: Column, tensors: Mapping[str, Tensor]) -> list[Tensor]:
 def write_finished(
     shards: Path, finished: ShardInProgress, root: DataLocation, model: ModelConfig, fingerprints: Mapping[str, str]
 ) -> None:
-    """Write the shard of a shard whose results are complete, and its rejects.
+    """Write the file of a shard whose results are complete, and its rejects.
 
     ``root`` is the folder of its source, ``fingerprints`` are those of the columns.
     """
@@ -338,7 +338,7 @@ def write_finished(
 
 
 def teacher_column(model: ModelConfig, shard: PlannedShard) -> Column | None:
-    """Return the column of a teacher's features in a shard's shard; None without a teacher."""
+    """Return the column of a teacher's features in a shard; None without a teacher."""
     return next((column for column in stored_columns(model, shard.bucket) if column.reads == TEACHER), None)
 
 

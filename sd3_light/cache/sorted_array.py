@@ -1,4 +1,4 @@
-"""A sorted array, to compare millions of samples in little memory."""
+"""A sorted array in memory, to compare millions of samples."""
 
 from functools import cached_property
 from typing import Any

@@ -99,7 +99,7 @@ def require(loaded: LoadedConfig, caching: bool = False) -> WeightsStart:
 
 
 def run(loaded: LoadedConfig, world_size: int | None = None, by_deepspeed: bool = False) -> RunEstimate:
-    """Estimate a run on ``world`` GPUs (None: as few as possible), with DeepSpeed if requested or needed.
+    """Estimate a run on ``world_size`` GPUs (None: as few as possible), with DeepSpeed if requested or needed.
 
     Raises `ConfigFaults` if the run cannot start or has no data.
     """

@@ -299,7 +299,7 @@ _PLAN_SCHEMA = pa.schema(
 )
 
 ShowProgress = Callable[[str, int | None, str], AbstractContextManager[Any]]
-"""Shows a bar with a title, a total and a shard; `advance` of what it yields counts."""
+"""Shows a bar with a title, a total and a unit; `advance` of what it yields counts."""
 _ShardKey = tuple[tuple[int, int], Bucket]
 """(resolution, bucket) of a shard."""
 _Placed = tuple[int, int, str]

@@ -350,14 +350,14 @@ class Datasets:
         self._prepare = prepare
         self.files = ServedFiles(folders.roots)
         self._kind = remembered(_MOST_TOMLS, _kind_of)
-        self.found = Repeated(self._search, _SEARCH_SECONDS)
+        self.listed = Repeated(self._search, _SEARCH_SECONDS)
         """Path and train TOMLs of every dataset by its id, sorted by path."""
         self._open: dict[str, Dataset] = {}
         self._lock = threading.Lock()
 
     def get(self, dataset_id: str) -> Dataset:
         """Return a dataset. Raises UserError for an unknown id."""
-        known = self.found.get().get(dataset_id)
+        known = self.listed.get().get(dataset_id)
         if known is None:
             raise UserError(f"there is no dataset {dataset_id:.80}; see the list of datasets")
         with self._lock:

@@ -59,26 +59,27 @@ def remembered(most: int, read: Callable[[Path], Content]) -> Callable[[Path], C
 
 
 class Repeated(Generic[Content]):
-    """What a search has found, which is repeated when it is older than ``seconds``. Several threads may use it."""
+    """The result of a search, which is repeated when it is older than ``seconds``. Several threads may use it."""
 
     def __init__(self, search: Callable[[], Content], seconds: float) -> None:
         self._search = search
         self._seconds = seconds
-        self._found: tuple[float, Content] | None = None
+        self._last: tuple[float, Content] | None = None
         self._lock = threading.Lock()
 
     def get(self) -> Content:
-        """Return what was found."""
+        """Return the result."""
         with self._lock:
-            found = self._found
-            if found is None or time.monotonic() - found[0] >= self._seconds:
+            last = self._last
+            if last is None or time.monotonic() - last[0] >= self._seconds:
                 content = self._search()
-                found = self._found = time.monotonic(), content
-            return found[1]
+                last = (time.monotonic(), content)
+                self._last = last
+            return last[1]
 
     def forget(self) -> None:
         """Search again at the next request."""
-        self._found = None
+        self._last = None
 
 
 class Folders:
@@ -90,7 +91,7 @@ class Folders:
 
     def __init__(self, roots: Sequence[Path]) -> None:
         self.roots = [Path(os.path.abspath(root)) for root in roots]
-        self._found = Repeated(self._search, _SCAN_SECONDS)
+        self._listed = Repeated(self._search, _SCAN_SECONDS)
         self._added: dict[str, Path] = {}
         self._manifest = remembered(_MOST_MANIFESTS, lambda path: Manifest.load(path.parent))
         self._ends = remembered(_MOST_ENDS, lambda log: read_ends(log.parent))
@@ -101,12 +102,12 @@ class Folders:
 
     def runs(self) -> dict[str, Path]:
         """Return the run folders by id, the one that was logged to last first."""
-        runs = {**self._found.get()[0], **self._added}
+        runs = {**self._listed.get()[0], **self._added}
         return dict(sorted(runs.items(), key=lambda item: -_modified(item[1] / "log.jsonl")))
 
     def caches(self) -> dict[str, Path]:
         """Return the cache folders by id."""
-        runs, caches = self._found.get()
+        runs, caches = self._listed.get()
         of_runs = {folder_id(cache): cache for folder in runs.values() for cache in self._caches_of(folder)}
         return dict(sorted({**caches, **of_runs}.items()))
 
@@ -117,7 +118,7 @@ class Folders:
 
     def run(self, run_id: str) -> Path:
         """Return the folder of a run. Raises UserError for an unknown id."""
-        folder = self._added.get(run_id) or self._found.get()[0].get(run_id)
+        folder = self._added.get(run_id) or self._listed.get()[0].get(run_id)
         if folder is None:
             raise UserError(f"there is no run {run_id}; see the list of runs")
         return folder

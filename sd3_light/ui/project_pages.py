@@ -29,17 +29,17 @@ class ConfigRow:
 
 def projects_page(folders: Folders, projects: Projects, playground: Playground) -> str:
     """Return the list of configs, with the form of a new project."""
-    found = projects.found.get()
+    listed = projects.listed.get()
     rows = [
         ConfigRow(folder_id(path), path, kind, _row(folders, projects, path, kind))
-        for path, kind in found.configs.items()
+        for path, kind in listed.configs.items()
     ]
     return render_template(
         "projects.html",
         rows=rows,
         kinds=KINDS,
-        models=[*found.models, *(path for _, path in playground.models().values())],
-        images=found.images,
+        models=[*listed.models, *(path for _, path in playground.models().values())],
+        images=listed.images,
         root=folders.roots[0],
         roots=folders.roots,
         served="/projects",

@@ -57,7 +57,7 @@ class _ProjectRoutes:
 
     def create(self, request: Request) -> Response:
         config = self.planner.create(number_in(request))
-        self.configs.found.forget()
+        self.configs.listed.forget()
         return RedirectResponse(f"/projects/{folder_id(config)}", 303)
 
     def editor(self, request: Request) -> Response:
@@ -76,7 +76,7 @@ class _ProjectRoutes:
     def save(self, request: Request, values: dict[str, Any]) -> Response:
         path, _ = self.configs.config(request.path_params["config"])
         version = self.configs.files.save_config(path, _text(values), text_in(values, "version"))
-        self.configs.found.forget()
+        self.configs.listed.forget()
         return json_reply({"version": version})
 
     def resume(self, request: Request) -> Response:

@@ -28,7 +28,7 @@ _SCAN_SECONDS = 5.0
 
 
 @dataclass
-class Found:
+class ProjectFiles:
     """What a search has found: the kind of every config by its path, model folders, and folders of images."""
 
     configs: dict[Path, str] = field(default_factory=dict)
@@ -43,12 +43,12 @@ class Projects:
         self.files = ServedFiles(folders.roots)
         self._kind = remembered(_MOST_CONFIGS, _kind_of)
         self._run = remembered(_MOST_CONFIGS, run_folder_of)
-        self.found = Repeated(self._search, _SCAN_SECONDS)
+        self.listed = Repeated(self._search, _SCAN_SECONDS)
         """What is below the served folders."""
 
     def config(self, config_id: str) -> tuple[Path, str]:
         """Return the path and kind of a config. Raises UserError for an unknown id."""
-        for path, kind in self.found.get().configs.items():
+        for path, kind in self.listed.get().configs.items():
             if folder_id(path) == config_id:
                 return path, kind
         raise UserError(f"there is no config {config_id}; see the list of projects")
@@ -61,19 +61,19 @@ class Projects:
             return None
         return run if run is not None and os.path.isdir(run) else None  # False also for names that are too long
 
-    def _search(self) -> Found:
-        found = Found()
+    def _search(self) -> ProjectFiles:
+        listed = ProjectFiles()
         for folder in project_folders(self.files.roots):
             if folder.is_model:
-                found.models.append(folder.path)
+                listed.models.append(folder.path)
                 continue
             if any(path.suffix.lower() in IMAGE_SUFFIXES for path in folder.files):
-                found.images.append(folder.path)
+                listed.images.append(folder.path)
             for path in folder.tomls():
                 with suppress(OSError):  # removed meanwhile
-                    if len(found.configs) < _MOST_CONFIGS and (kind := self._kind(path)):
-                        found.configs[path] = kind
-        return found
+                    if len(listed.configs) < _MOST_CONFIGS and (kind := self._kind(path)):
+                        listed.configs[path] = kind
+        return listed
 
 
 def _kind_of(path: Path) -> str:

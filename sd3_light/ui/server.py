@@ -201,7 +201,7 @@ class _Routes:
         return page_reply(request, compare_page(self.site.folders, request.query_params.getlist("run")))
 
     def caches(self, request: Request) -> Response:
-        datasets = {} if self.site.is_read_only else self.site.datasets.found.get()
+        datasets = {} if self.site.is_read_only else self.site.datasets.listed.get()
         return page_reply(request, caches_page(self.site.folders, datasets))
 
     def cache(self, request: Request) -> Response:

@@ -56,13 +56,13 @@ def test_configs_are_found_and_other_files_are_not(served: Path, tmp_path: Path)
     shutil.copy(served / "train.toml", run / "config.toml")
     for kind in ("pipe", "device", "socket", "loop"):
         SPECIAL[kind](served / f"{kind}.toml")
-    found = Projects(Folders([served])).found.get()
-    assert {path.name: kind for path, kind in found.configs.items()} == {
+    listed = Projects(Folders([served])).listed.get()
+    assert {path.name: kind for path, kind in listed.configs.items()} == {
         "broken.toml": "train",
         "data.toml": "dataset",
         "train.toml": "train",
     }
-    assert served / "images" in found.images
+    assert served / "images" in listed.images
     page = opened(served).get("/projects").text
     assert f'href="{path_of(served / "train.toml")}"' in page
     assert "huge.toml" not in page
