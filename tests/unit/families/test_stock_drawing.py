@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,8 @@ def test_a_run_draws_with_its_shift_and_the_guidance_of_its_family(name: str, tm
     step = 16
     wide = policy.drawn_at((10 * step, 5 * step))
     assert wide.default_size(None) == (7 * step, 7 * step), "the square of about this area"
+    untrained = policy.drawn_at(None)
+    assert untrained.default_size(SimpleNamespace(default_sample_size=12)) == (96, 96), "the stock pipeline's"
     other, _ = draw(run, tmp_path / "other", guidance=GUIDANCE[name] + 4)
     assert np.abs(other - image).max() > 1, "the guidance shows"
     stored = json.loads(next((run / "exports").glob("*/scheduler/scheduler_config.json")).read_text())
