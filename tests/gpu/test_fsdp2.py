@@ -100,4 +100,5 @@ def test_two_processes_train_like_one_in_the_estimated_memory(fast: bool) -> Non
 
 
 if __name__ == "__main__":
-    print(json.dumps(run(sys.argv[1] == "1")), flush=True)
+    sys.stdout.write(json.dumps(run(sys.argv[1] == "1")) + "\n")  # at once: lines of two processes do not mix
+    sys.stdout.flush()

@@ -43,8 +43,10 @@ def test_a_kernel_beyond_the_shared_memory_is_named(monkeypatch: pytest.MonkeyPa
 
 
 def test_broken_kernels_are_named_and_the_fallback_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(kernels.TUNING, "copy", {"R": 3, "num_warps": 4})  # not a power of two
-    assert "does not compile or run on this GPU" in str(check_kernels(KernelShape(2, 64, "bfloat16"), CUDA, kernels))
+    with monkeypatch.context() as broken:
+        broken.setitem(kernels.TUNING, "copy", {"R": 3, "num_warps": 4})  # not a power of two
+        problem = str(check_kernels(KernelShape(2, 64, "bfloat16"), CUDA, kernels))
+    assert "does not compile or run on this GPU" in problem
     real = kernels.scatter_rows
     monkeypatch.setattr(kernels, "scatter_rows", lambda *args: real(*args).roll(1, 0))
     problem = str(check_kernels(KernelShape(2, 64, "bfloat16"), CUDA, kernels))
