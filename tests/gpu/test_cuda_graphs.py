@@ -218,7 +218,8 @@ def test_a_second_shape_uses_the_memory_of_the_first(tmp_path: Path) -> None:
     for sides in SIDES:
         engine.train_step([_large_batch(sides)], 1e-3).read()
         reserved.append(torch.cuda.max_memory_reserved(CUDA))
-    assert engine.graphs is not None and engine.graphs.count == 2
+    assert engine.graphs is not None
+    assert engine.graphs.count == 2
     assert reserved[1] < 1.3 * reserved[0], "its warm-up runs beside the memory of the recordings"
 
 
