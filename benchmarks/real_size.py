@@ -230,7 +230,8 @@ class Plan:
         yield self._train(
             toml, "stopped", long, name="stop", leaves=stopped, exit_code=RESUMABLE, stop=True, checked=(), written=None
         )
-        yield self._train(toml, "stopped", long, name="resume", needs=("stop",))
+        # `check` does not know of the first part and its checkpoint
+        yield self._train(toml, "stopped", long, name="resume", needs=("stop",), checked=())
         yield self._train(toml, "whole", long, name="whole")
 
     def _all_weights(self) -> Iterator[Journey]:

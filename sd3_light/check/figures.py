@@ -7,7 +7,7 @@ from sd3_light.check.estimate import RunEstimate
 from sd3_light.config import TrainConfig
 from sd3_light.cost.disk_space import DTYPE_BYTES, export_bytes
 from sd3_light.cost.host_memory import cache_host, export_command_host, export_seconds, train_host
-from sd3_light.model.folder import TRANSFORMER, count_weights
+from sd3_light.model.folder import TRANSFORMER, components, count_converted
 
 
 def figures(train: TrainConfig, estimate: RunEstimate, target: Target, conclusion: list[Line]) -> dict[str, Any]:
@@ -33,9 +33,9 @@ def figures(train: TrainConfig, estimate: RunEstimate, target: Target, conclusio
     if not target.on_cpu:
         memory = estimate.gpu
         workers = train.num_dataloader_workers
-        weights = count_weights(train.model.diffusers_path)
-        texts = sum(count for name, count in weights.items() if name not in (TRANSFORMER.name, "vae"))
-        encoders = DTYPE_BYTES[train.model.dtype] * texts
+        folder = train.model.diffusers_path
+        parts = [folder / name for name in components(folder) if name not in (TRANSFORMER.name, "vae")]
+        encoders = DTYPE_BYTES[train.model.dtype] * sum(count_converted(part, train.model.dtype) for part in parts)
         commands["cache"]["host_bytes"] = cache_host(encoders, train.caching_num_workers)
         commands["train"]["host_bytes"] = train_host(setup, estimate.host.value, workers, export)
         commands["train"]["gpu_bytes"] = memory.state.value + memory.step.value

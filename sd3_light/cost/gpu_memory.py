@@ -16,6 +16,7 @@ from typing import NamedTuple
 from sd3_light.config.base import recomputed_blocks
 from sd3_light.config.optimizers import OPTIMIZERS, SLICE_ELEMENTS
 from sd3_light.cost.amount import GIB, Amount, format_bytes
+from sd3_light.cost.graph_choice import MAX_GRAPHS
 from sd3_light.cost.training_setup import TrainingSetup
 
 _GPUS_PER_MACHINE = 8  # replicas of one machine share the writing of checkpoints
@@ -65,10 +66,11 @@ def gpu_memory(setup: TrainingSetup) -> GpuMemory:
 
 def _stage_memory(setup: TrainingSetup) -> GpuMemory:
     moments = _bytes_by_moment(setup)
+    if setup.graphs:
+        moments = _beside_graphs(setup, moments)
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     terms = {name: count for name, count in moments[moment].items() if count}
     terms["next micro-batch"] = next_batch_bytes(setup)
-    terms["graphs"] = _graph_bytes(setup, moments) if setup.graphs else 0
     terms["slack"] = round(SLACK * sum(terms.values()))
     formula = " + ".join(f"{name} {format_bytes(count)}" for name, count in terms.items() if count)
     nccl = NCCL_BYTES if setup.world_size > 1 else 0
@@ -242,14 +244,23 @@ def _bytes_by_moment(setup: TrainingSetup) -> dict[str, Mapping[str, int]]:
     }
 
 
-def _graph_bytes(setup: TrainingSetup, moments: Mapping[str, Mapping[str, int]]) -> int:
-    """Return the bytes that only CUDA graphs use: inputs, and a step's memory beside that of a step not yet recorded.
+def _beside_graphs(setup: TrainingSetup, moments: Mapping[str, Mapping[str, int]]) -> dict[str, Mapping[str, int]]:
+    """Return the moments of a run once it has recorded CUDA graphs, whose memory stays allocated.
 
-    Graphs share the latter, so that the largest one counts. Each has inputs, here those of the largest for all.
+    Graphs share the memory of the largest pass. Each has inputs, here those of the largest for all. The passes that
+    come before a recording use that memory too, but for a block of the backward pass; those of shapes that are not
+    recorded do not.
     """
-    passes = (moments[name] for name in ("end of forward", "start of backward"))
-    largest = max(sum(terms.values()) - terms["accumulated gradients"] for terms in passes)
-    return largest + setup.graph_shapes * next_batch_bytes(setup)
+    passes = ("end of forward", "start of backward")
+    accumulated = moments["end of forward"]["accumulated gradients"]
+    largest = max(sum(moments[name].values()) for name in passes) - accumulated
+    graphs = {"graphs": largest + setup.graph_shapes * next_batch_bytes(setup)}
+    block = moments["end of backward"]["one block"] if setup.graph_shapes > 1 else 0
+    before = {"one block": block, "accumulated gradients": accumulated}
+    all_recorded = setup.graph_shapes < MAX_GRAPHS
+    recorded = {name: before if all_recorded else moments[name] for name in passes}
+    others = {name: moments[name] for name in ("optimizer", "evaluation")}
+    return {name: {**graphs, **terms} for name, terms in (recorded | others).items()}
 
 
 def _evaluation(setup: TrainingSetup, one_block: int, copies: int) -> dict[str, int]:

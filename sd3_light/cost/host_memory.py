@@ -9,7 +9,9 @@ from sd3_light.cost.training_setup import TrainingSetup
 INTERPRETER_BYTES = 3 * GIB // 10
 """A process with torch, diffusers and transformers: an export of a tiny adapter and its clean process take 0.61 GiB."""
 CUDA_BYTES = GIB // 2
-"""What CUDA adds to the host memory of a process, by subtraction: `cache` of SD3.5 medium took 1.7 GiB, a LoRA 4.9."""
+"""What CUDA adds to the host memory of a process, by subtraction: a LoRA of SD3.5 medium took 4.9 GiB."""
+ENCODING_BYTES = 5 * GIB // 4
+"""The same of `cache`, with the kernels of encoders: it took 1.5 (Wan) to 2.1 GiB (Sana) with encoders in bfloat16."""
 WORKER_BYTES = 32 * MIB
 """What a worker process does not share with the one that it was forked from; four of them took 70 MiB at 128 px."""
 MEASURED_CORES = 16
@@ -64,5 +66,5 @@ def train_host(setup: TrainingSetup, loaders: int, workers: int, export: int) ->
 
 
 def cache_host(encoders: int, workers: int) -> int:
-    """Return the host memory of `cache` on a GPU: text encoders are loaded on the host, all those of a part at once."""
-    return INTERPRETER_BYTES + CUDA_BYTES + encoders + workers * WORKER_BYTES
+    """Return the host memory of `cache` on a GPU. ``encoders`` are the weights that are converted on the host."""
+    return INTERPRETER_BYTES + ENCODING_BYTES + encoders + workers * WORKER_BYTES

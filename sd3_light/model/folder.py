@@ -9,7 +9,7 @@ from typing import Any
 from sd3_light.config.faults import UserError
 from sd3_light.inputs import is_inner_path
 from sd3_light.model.part_configs import WEIGHTS_STEM, read_config, read_json
-from sd3_light.tensor_file import open_tensors
+from sd3_light.tensor_file import DTYPES, StoredTensor, open_tensors
 
 CLIP_TOKENS = 77  # default of CLIP tokenizers whose config names no length
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "spiece.model")
@@ -215,11 +215,21 @@ def vae_shape(folder: Path) -> tuple[int, int]:
 
 def stored_weights(part: Path) -> Iterator[tuple[str, int]]:
     """Yield (name, number of values) of all tensors of a part such as `vae`, from the headers of its files."""
-    for path in (*weight_files(part, "model"), *weight_files(part, WEIGHTS_STEM)):
-        if path.is_file():
-            yield from ((name, math.prod(tensor.shape)) for name, tensor in open_tensors(path)[0].items())
+    return ((name, math.prod(tensor.shape)) for name, tensor in _stored_tensors(part))
+
+
+def count_converted(part: Path, dtype: str) -> int:
+    """Return the number of a part's weights that are stored in another dtype; the others are read from mapped files."""
+    tensors = (tensor for _, tensor in _stored_tensors(part))
+    return sum(math.prod(tensor.shape) for tensor in tensors if DTYPES[tensor.dtype].torch_name != dtype)
 
 
 def count_weights(folder: Path) -> dict[str, int]:
     """Return the number of weights of each part that `model_index.json` names, from the headers of its files."""
     return {name: sum(count for _, count in stored_weights(folder / name)) for name in components(folder)}
+
+
+def _stored_tensors(part: Path) -> Iterator[tuple[str, StoredTensor]]:
+    for path in (*weight_files(part, "model"), *weight_files(part, WEIGHTS_STEM)):
+        if path.is_file():
+            yield from open_tensors(path)[0].items()

@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from sd3_light.assets import DEMO
 from sd3_light.config import SIZES
 from sd3_light.core.cost import Tokens
 from sd3_light.cost.amount import GIB
 from sd3_light.cost.host_memory import (
     CUDA_BYTES,
+    ENCODING_BYTES,
     INTERPRETER_BYTES,
     WORKER_BYTES,
     cache_host,
@@ -19,6 +21,7 @@ from sd3_light.cost.host_memory import (
 )
 from sd3_light.cost.training_setup import TrainingSetup
 from sd3_light.families.sd3.cost import SD3Cost
+from sd3_light.model.folder import count_converted, count_weights
 
 LIGHT = TrainingSetup(SD3Cost(SIZES["sd3_light"]), Tokens(256, 333), 64)
 P = LIGHT.cost.parameters
@@ -51,5 +54,11 @@ def test_training_holds_copies_or_loads_the_weights() -> None:
     assert train_host(ADAPTER, loaders, 2, export) == process + 2 * WORKER_BYTES + GIB + export
     few = train_host(LIGHT, 0, 0, 0)
     assert few == process + 4 * P, "while they are loaded in float32"
-    # caching loads the text encoders on the host
-    assert cache_host(5 * GIB, 4) == INTERPRETER_BYTES + CUDA_BYTES + 5 * GIB + 4 * WORKER_BYTES
+    # caching converts text encoders on the host
+    assert cache_host(5 * GIB, 4) == INTERPRETER_BYTES + ENCODING_BYTES + 5 * GIB + 4 * WORKER_BYTES
+
+
+def test_encoders_are_converted_on_the_host_only_from_another_dtype() -> None:
+    part = DEMO / "text_encoder"
+    assert count_converted(part, "float16") == 0
+    assert count_converted(part, "bfloat16") == count_weights(DEMO)["text_encoder"]
