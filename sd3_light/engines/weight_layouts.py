@@ -16,6 +16,26 @@ from sd3_light.core.model import TrainedModel
 from sd3_light.launch import Launch
 
 
+def whole_tensor(tensor: DTensor) -> Tensor:
+    """Return all rows of a tensor whose rows are divided among all processes, which must call it together.
+
+    Over gloo torch's own way ends the processes with a fault of the memory if the tensor is on a GPU.
+    """
+    is_carried_by_host = tensor.to_local().is_cuda and dist.get_backend() == "gloo"
+    return gathered_on_host(tensor) if is_carried_by_host else tensor.full_tensor()
+
+
+def gathered_on_host(tensor: DTensor) -> Tensor:
+    """Return all rows, joined in host memory and brought back to the tensor's device."""
+    held = tensor.to_local().detach()
+    rows = -(-tensor.shape[0] // dist.get_world_size())
+    part = torch.zeros(rows, *tensor.shape[1:], dtype=held.dtype)  # the last processes may hold fewer rows
+    part[: held.shape[0]] = held
+    parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, part)
+    return torch.cat(parts)[: tensor.shape[0]].to(held.device)
+
+
 class Replicas:
     """Every process holds all weights; DDP averages their gradients. ``run`` is the module to call in training.
 
@@ -98,7 +118,7 @@ class Shards(Replicas):
         joined = DTensor.from_local(
             held, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
         )
-        return joined.full_tensor()
+        return whole_tensor(joined)
 
     @contextmanager
     def whole(self) -> Iterator[None]:

@@ -19,6 +19,7 @@ from sd3_light.core.drawing import drawing_facts
 from sd3_light.core.registry import family_of
 from sd3_light.core.start import WeightsStart
 from sd3_light.engines.protocol import to_host
+from sd3_light.engines.weight_layouts import whole_tensor
 from sd3_light.export.adapter_folder import write_adapter
 from sd3_light.export.best import best_name, validation_losses
 from sd3_light.export.card_facts import card_facts, newest_samples
@@ -170,7 +171,7 @@ def gather_trainable(transformer: nn.Module) -> dict[str, Tensor] | None:
     for name, parameter in transformer.named_parameters():
         if parameter.requires_grad:
             local = parameter.detach()
-            whole = local.full_tensor() if isinstance(local, DTensor) else local
+            whole = whole_tensor(local) if isinstance(local, DTensor) else local
             if writes:
                 weights[name] = whole.cpu()
     return weights if writes else None

@@ -39,6 +39,7 @@ def main(out: Path) -> None:
     """Train the matrices sharded, and write them whole."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
+    from sd3_light.engines.weight_layouts import gathered_on_host
     from sd3_light.optim.sharded_muon import ShardedMuon
 
     dist.init_process_group("gloo")
@@ -52,6 +53,7 @@ def main(out: Path) -> None:
             weight.grad = distribute_tensor(gradient, mesh, [Shard(0)])
         optimizer.step()
     whole = [weight.full_tensor().detach() for weight in weights]
+    assert all(map(torch.equal, map(gathered_on_host, weights), whole))
     if dist.get_rank() == 0:
         torch.save({"world": dist.get_world_size(), "weights": whole}, out)
     dist.destroy_process_group()
