@@ -19,6 +19,8 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 COMPILED_CODE = "TORCHINDUCTOR_CACHE_DIR"
 """The environment variable that names torch's folder of compiled code."""
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+"""The environment variable of torch's GPU memory, by its older name."""
 
 
 def cache_folder() -> Path:
@@ -46,6 +48,17 @@ def keep_compiled_code() -> None:
         return
     if os.access(folder, os.W_OK):
         os.environ.setdefault(COMPILED_CODE, str(folder))
+
+
+def join_gpu_memory() -> None:
+    """Let torch's GPU memory grow in segments whose free pieces join, unless the environment says otherwise.
+
+    Its own default keeps what a shape has freed in pieces that another shape does not fit: a LoRA of Flux.2 klein with
+    two shapes of images took 36 GiB instead of 29, and encoding images of Wan 20 instead of 10. torch reads this when
+    it first allocates; it can do so on Linux.
+    """
+    if sys.platform == "linux" and not {ALLOCATOR, "PYTORCH_ALLOC_CONF"} & os.environ.keys():
+        os.environ[ALLOCATOR] = "expandable_segments:True"
 
 
 def release_freed_memory() -> None:

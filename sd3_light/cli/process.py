@@ -19,7 +19,7 @@ from sd3_light.config.faults import RESUMABLE, PeerLost, Stopped, UserError
 from sd3_light.files import disk_error
 from sd3_light.inputs import NOT_REGULAR
 from sd3_light.runlog import info, quiet_libraries, set_main_process
-from sd3_light.system import keep_compiled_code, limit_spinning
+from sd3_light.system import join_gpu_memory, keep_compiled_code, limit_spinning
 
 if TYPE_CHECKING:
     from sd3_light.config import LoadedConfig
@@ -50,6 +50,7 @@ def init_process(local_rank: int | None = None) -> "Launch":
     """Import the libraries, set up logging and return the launch info of this process."""
     limit_spinning()
     keep_compiled_code()
+    join_gpu_memory()
     with _without_collections():
         import diffusers.models.transformers.transformer_sd3  # noqa: F401
     if not _DEBUG:

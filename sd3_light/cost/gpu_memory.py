@@ -30,6 +30,9 @@ NCCL_BYTES = GIB // 2
 SLACK = 0.03
 """Share of a step's memory that the caching allocator loses to fragmentation."""
 
+BESIDE_GRAPHS = 1 / 6
+"""What a pass needs beside the memory of recorded ones: 18 to 25% of it for adapters of SD3.5 medium and Wan."""
+
 HOST_INPUTS = 3
 """Inputs of blocks on the GPU where they are in host memory: one in use, one on its way there, one on its way back."""
 
@@ -248,15 +251,15 @@ def _beside_graphs(setup: TrainingSetup, moments: Mapping[str, Mapping[str, int]
     """Return the moments of a run once it has recorded CUDA graphs, whose memory stays allocated.
 
     Graphs share the memory of the largest pass. Each has inputs, here those of the largest for all. The passes that
-    come before a recording use that memory too, but for a block of the backward pass; those of shapes that are not
+    come before a recording use that memory too, but for a part of the backward pass; those of shapes that are not
     recorded do not.
     """
     passes = ("end of forward", "start of backward")
     accumulated = moments["end of forward"]["accumulated gradients"]
     largest = max(sum(moments[name].values()) for name in passes) - accumulated
     graphs = {"graphs": largest + setup.graph_shapes * next_batch_bytes(setup)}
-    block = moments["end of backward"]["one block"] if setup.graph_shapes > 1 else 0
-    before = {"one block": block, "accumulated gradients": accumulated}
+    beside = round(BESIDE_GRAPHS * largest) if setup.graph_shapes > 1 else 0
+    before = {"passes before recordings": beside, "accumulated gradients": accumulated}
     all_recorded = setup.graph_shapes < MAX_GRAPHS
     recorded = {name: before if all_recorded else moments[name] for name in passes}
     others = {name: moments[name] for name in ("optimizer", "evaluation")}

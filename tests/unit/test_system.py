@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from sd3_light import system
-from sd3_light.system import available_memory, host_bytes, machine, process_exists, process_start, usable_cores
+from sd3_light.system import (
+    ALLOCATOR,
+    available_memory,
+    host_bytes,
+    join_gpu_memory,
+    machine,
+    process_exists,
+    process_start,
+    usable_cores,
+)
 
 
 def test_memory_includes_child_processes_and_the_machine_has_one_name() -> None:
@@ -119,3 +128,17 @@ print((resident() - start) >> 20)
             pytest.skip("another C library")
         grown[called] = int(done.stdout)
     assert grown["yes"] < 60 < 150 < grown["no"]
+
+
+def test_the_environment_decides_on_gpu_memory_by_either_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ALLOCATOR, "")
+    monkeypatch.delenv(ALLOCATOR)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    join_gpu_memory()
+    assert ALLOCATOR not in os.environ
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    join_gpu_memory()
+    assert os.environ[ALLOCATOR] == "expandable_segments:True"
+    monkeypatch.setenv(ALLOCATOR, "max_split_size_mb:64")
+    join_gpu_memory()
+    assert os.environ[ALLOCATOR] == "max_split_size_mb:64"
