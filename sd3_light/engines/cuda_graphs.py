@@ -193,7 +193,7 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.MemPool()
+        self._pool: Any = torch.cuda.MemPool()
 
     @contextmanager
     def warming_up(self, in_pool: bool) -> Iterator[None]:
