@@ -69,7 +69,7 @@ from common.ablations import (
     read_results,
     read_table,
 )
-from common.basics import append_line, device_name, parser_of
+from common.basics import append_line, device_name, parser_of, write_json
 from common.processes import mps, run_lanes
 from common.world import BASE, Bench, ScoredRun, judged, load, start_judges, text_encoders
 from torch import Tensor, nn
@@ -83,11 +83,13 @@ from sd3_light.core.objective import Objectives, Prediction
 from sd3_light.core.sampling import ImageRequest
 from sd3_light.engines import Launch
 from sd3_light.export import verb as export
+from sd3_light.export.diffusers_folder import read_facts
 from sd3_light.export.open_pipeline import open_pipeline
 from sd3_light.flow.alignment import FeatureAlignment
 from sd3_light.flow.objectives import configured_objective
 from sd3_light.flow.scheduler import folder_scheduler
 from sd3_light.formats import plural
+from sd3_light.model.part_configs import FACTS_FILE
 from sd3_light.runlog import read_log
 from sd3_light.sample.generate import choose_drawing, generate
 from sd3_light.world import Prompt
@@ -200,27 +202,33 @@ def draw_all(run: ScoredRun, draws: Mapping[str, Draw], bench: Bench, final: Pat
 
     The export of the average is kept at ``final``, if that is given.
     """
-    by_weights: dict[tuple[str | None, float | None], dict[str, float | None]] = {(None, None): {MAIN: None}}
+    by_weights: dict[tuple[str | None, float | None], dict[str, Draw]] = {(None, None): {MAIN: Draw()}}
     for name, draw in draws.items():
-        by_weights.setdefault((draw.weights, draw.ema_length), {})[name] = draw.shift
+        by_weights.setdefault((draw.weights, draw.ema_length), {})[name] = draw
     right = {}
-    for (weights, length), shifts in by_weights.items():
+    for (weights, length), same in by_weights.items():
         is_final = final is not None and (weights, length) == (None, None)
         out = final if is_final and final is not None else run.folder / "drawn"
         shutil.rmtree(out, ignore_errors=True)
         export.run(run.folder, out, weights=weights, ema_length=length)
-        for name, shift in shifts.items():
-            right[name] = draw_export(out, shift, run, bench)
+        for name, draw in same.items():
+            right[name] = draw_export(out, draw, run, bench)
         if not is_final:
             shutil.rmtree(out)
     return right
 
 
-def draw_export(folder: Path, shift: float | None, run: ScoredRun, bench: Bench) -> str:
-    """Draw the prompts of the report with the stock pipeline, image i from seed i, and judge them."""
-    pipe, policy = open_pipeline(folder, Launch().device())
-    if shift is not None:
-        pipe.scheduler = folder_scheduler(folder, shift)
+def draw_export(folder: Path, draw: Draw, run: ScoredRun, bench: Bench) -> str:
+    """Draw the prompts of the report with the pipeline of the export, image i from seed i, and judge them."""
+    text_facts = None
+    if draw.padded:
+        text_facts = run.folder / "padded"
+        text_facts.mkdir(exist_ok=True)
+        facts = read_facts(folder)
+        write_json(text_facts / FACTS_FILE, {"text": facts["text"] | {"text_tokens": "padded"}})
+    pipe, policy = open_pipeline(folder, Launch().device(), text_facts)
+    if draw.shift is not None:
+        pipe.scheduler = folder_scheduler(folder, draw.shift)
     prompts: Sequence[Prompt] = bench.report_prompts
     requests = [ImageRequest(prompt.text, seed, bench.side, bench.side) for seed, prompt in enumerate(prompts)]
     sampling = run.loaded.train.sampling

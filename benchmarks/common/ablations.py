@@ -34,11 +34,15 @@ MAIN = "average"
 
 @dataclass(frozen=True)
 class Draw:
-    """How a trained row is drawn: which weights, or an average of which length, and the sampler's shift."""
+    """How a trained row is drawn: which weights, or an average of which length, and the sampler's shift.
+
+    With ``padded`` prompts are padded as stock pipelines do, also for a model of real text.
+    """
 
     weights: str | None = None
     ema_length: float | None = None
     shift: float | None = None
+    padded: bool = False
 
 
 @dataclass(frozen=True)
