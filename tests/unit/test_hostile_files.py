@@ -459,9 +459,7 @@ def test_a_line_that_is_not_an_event_is_named(tmp_path: Path, text: str) -> None
 
 
 @pytest.mark.parametrize("verb", ["report", "inspect"])
-def test_a_read_only_disk_is_named_not_the_cleanup(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached_project: Project, verb: str
-) -> None:
+def test_a_read_only_disk_is_named(tmp_path: Path, monkeypatch: Any, cached_project: Project, verb: str) -> None:
     """The temporary file cannot be removed there either."""
 
     def read_only(*_: object, **__: object) -> None:

@@ -107,9 +107,7 @@ def test_an_unnoticed_end_is_raised(loaded: Any, script: Any, capsys: Any, body:
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, Stopped, UserError])
-def test_an_interrupted_or_failed_block_stops_training(
-    loaded: Any, script: Any, capsys: Any, stop: type[BaseException]
-) -> None:
+def test_a_block_that_ends_early_stops_training(loaded: Any, script: Any, capsys: Any, stop: Any) -> None:
     script(TRAINING)
     with pytest.raises(stop, match="of the block"), train_beside(loaded, [], "pretrain"):
         raise_once_training(stop("an error of the block"))
@@ -145,9 +143,7 @@ def test_training_that_is_stopped_interrupts_the_block(loaded: Any, script: Any,
 
 
 @pytest.mark.parametrize("cores", [1, 2])
-def test_the_demo_pretrains_in_another_process_if_a_second_core_is_usable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int
-) -> None:
+def test_the_demo_pretrains_in_another_process_with_a_second_core(tmp_path: Path, monkeypatch: Any, cores: int) -> None:
     trained: list[str] = []
     score = SimpleNamespace(num_prompts=1, rates={}, by_kind={}, as_grid=lambda title: SimpleNamespace(save=Path.touch))
 

@@ -141,9 +141,7 @@ def printed(table: RenderableType, width: int, monkeypatch: pytest.MonkeyPatch, 
     return str(capsys.readouterr().out)
 
 
-def test_every_number_is_whole_at_every_width(
-    table: RenderableType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_number_is_whole_at_every_width(table: RenderableType, monkeypatch: Any, capsys: Any) -> None:
     whole = Counter(NUMBER.findall(printed(table, 1000, monkeypatch, capsys)))
     assert len(whole) > 5
     for width in WIDTHS:
@@ -157,9 +155,7 @@ def test_every_number_is_whole_at_every_width(
         assert all("no faults" in line for line in lines), width
 
 
-def test_the_table_of_an_evaluation_is_a_table_at_80_columns(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_of_an_evaluation_is_a_table_at_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     lines = printed(evaluation(), 80, monkeypatch, capsys).splitlines()
     rows = [line.split() for line in lines]
     assert ["true", "images", *["0.0118"] * 6] in rows

@@ -171,9 +171,7 @@ def test_a_row_that_fails_does_not_stop_the_others(bench: SimpleNamespace, monke
 
 
 @pytest.mark.parametrize("left", [-1.0, 60.0])
-def test_a_row_that_the_deadline_cuts_is_not_kept(
-    bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, left: float
-) -> None:
+def test_a_row_that_the_deadline_cuts_is_not_kept(bench: SimpleNamespace, monkeypatch: Any, left: float) -> None:
     calls: list[float | None] = []
     stub: Callable[..., None] = lambda self, deadline, keep=False: calls.append(deadline)  # noqa: E731
     monkeypatch.setattr(bench.Ablation, "run", stub)
@@ -245,9 +243,7 @@ def test_gains_are_what_the_base_needs_for_the_same_score(bench: SimpleNamespace
     assert "fast" not in bench.gain_table(entries, bench.table, ["sl*"], 0.9)
 
 
-def test_gains_are_printed_without_training(
-    bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gains_are_printed_without_training(bench: SimpleNamespace, monkeypatch: Any, capsys: Any) -> None:
     file = bench.folder / "kept.jsonl"
     for ablation, end in zip(bench.select("fast"), (0.5, 1.0), strict=True):
         bench.keep_result(file, result(ablation, end=end))

@@ -105,9 +105,7 @@ def parsed(script: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> Na
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=[entry["run"][:60] for entry in ENTRIES])
-def test_the_shipped_commands_parse(
-    entry: dict[str, Any], scripts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_shipped_commands_parse(entry: dict[str, Any], scripts: SimpleNamespace, monkeypatch: Any) -> None:
     scripts.run_list.Entry(1, folder=ROOT, **entry)
     program, script, *words = shlex.split(entry["run"].replace("{out}", "out"))
     assert program == "python"

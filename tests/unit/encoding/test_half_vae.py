@@ -81,9 +81,7 @@ def test_the_error_of_a_precision_is_measured(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("error", "expected"), [(0.1, torch.float16), (0.9, torch.float32), (float("nan"), torch.float32)]
 )
-def test_auto_is_float16_only_where_it_is_precise(
-    monkeypatch: pytest.MonkeyPatch, error: float, expected: torch.dtype
-) -> None:
+def test_auto_is_float16_only_where_it_is_precise(monkeypatch: Any, error: float, expected: torch.dtype) -> None:
     monkeypatch.setattr(half_vae, "measure_precision", lambda *_: PrecisionError(error, 1.0, 0.5))
     monkeypatch.setattr(half_vae, "find_spec", lambda _: object())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
@@ -93,9 +91,7 @@ def test_auto_is_float16_only_where_it_is_precise(
     assert resolve_vae_dtype("float16", DEMO, CPU) == torch.float32
 
 
-def test_kernels_that_do_not_compile_leave_float32(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_kernels_that_do_not_compile_leave_float32(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     def fail(*_: object) -> PrecisionError:
         raise RuntimeError("Failed to find C compiler.\nmore")
 

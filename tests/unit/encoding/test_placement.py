@@ -157,9 +157,7 @@ class Layers(nn.Module):
 
 
 @pytest.mark.parametrize("free", [None, 1 << 40, 1 << 30])
-def test_a_module_that_does_not_fit_alone_runs_layer_by_layer(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], free: int | None
-) -> None:
+def test_a_module_that_does_not_fit_alone_runs_layer_by_layer(monkeypatch: Any, capsys: Any, free: int | None) -> None:
     monkeypatch.setattr(placement, "free_memory", lambda device: free)
     loaders = {"text": lambda device: Layers(), "vae": lambda device: Layers()}
     modules = PlacedModules(loaders, torch.device("cpu"), one_at_a_time=True, by_layer=["text"])

@@ -74,9 +74,7 @@ def losses(results: list[Any]) -> list[tuple[float, float]]:
         ("adamw", ("all",), "host"),
     ],
 )
-def test_weights_in_host_memory_take_the_same_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, counts: tuple[Any, ...], level: Any
-) -> None:
+def test_hosted_weights_take_equal_steps(tmp_path: Path, monkeypatch: Any, kind: str, counts: Any, level: Any) -> None:
     monkeypatch.setattr(host_inputs, "_SMALLEST", 1)
     monkeypatch.setattr(block_swap, "_CHUNK", 1 << 12)  # what leaves and what enters a buffer share it
     keys = {"activation_checkpointing": level}
@@ -175,9 +173,7 @@ def test_exports_frozen_weights_and_skipped_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("level", "swapped"), [(False, 3), (True, "all")])
-def test_compiled_blocks_find_their_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: bool, swapped: Any
-) -> None:
+def test_compiled_blocks_find_their_weights(tmp_path: Path, monkeypatch: Any, level: bool, swapped: Any) -> None:
     found = []
     for count in (0, swapped):
         torch.compiler.reset()

@@ -1,5 +1,7 @@
 """Rank and world size under every launcher and without one."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -27,9 +29,7 @@ def test_launchers_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not Launch.detect().is_main
 
 
-def test_the_deepspeed_launcher_is_detected_by_its_argument_and_leftovers_ignored(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_deepspeed_launcher_is_detected_by_its_argument_and_leftovers_ignored(monkeypatch: Any) -> None:
     for left_over in ({"WORLD_SIZE": "8"}, {"RANK": "nonsense"}, {"RANK": "11", "WORLD_SIZE": "16", "LOCAL_RANK": "3"}):
         set_variables(monkeypatch, **left_over)
         assert Launch.detect() == Launch()
@@ -61,9 +61,7 @@ def test_each_launcher_sets_the_number_of_processes_per_machine(monkeypatch: pyt
         ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE='0'"),
     ],
 )
-def test_an_invalid_environment_is_a_user_error_that_names_the_variable(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], named: str
-) -> None:
+def test_an_invalid_environment_names_the_variable(monkeypatch: Any, variables: dict[str, str], named: str) -> None:
     set_variables(monkeypatch, TORCHELASTIC_RUN_ID="none", **variables)
     with pytest.raises(UserError, match=named):
         Launch.detect()

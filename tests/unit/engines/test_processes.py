@@ -100,9 +100,7 @@ def test_a_failed_rendezvous_names_address_timeout_and_remedy(monkeypatch: pytes
         (1024, resource.RLIM_INFINITY, resource.RLIM_INFINITY, []),
     ],
 )
-def test_the_open_file_limit_rises(
-    monkeypatch: pytest.MonkeyPatch, world: int, soft: int, hard: int, expected: list[int]
-) -> None:
+def test_the_open_file_limit_rises(monkeypatch: Any, world: int, soft: int, hard: int, expected: list[int]) -> None:
     limits_set: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: limits_set.append(limits))

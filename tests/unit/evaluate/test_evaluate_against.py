@@ -111,9 +111,7 @@ def test_other_judges_groups_and_missing_models(folder: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("shares", [True, False])
-def test_a_judge_that_shares_captions_with_the_encoders_is_noted(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], shares: bool
-) -> None:
+def test_a_shared_judge_is_noted(folder: Path, tmp_path: Path, monkeypatch: Any, capsys: Any, shares: bool) -> None:
     monkeypatch.setattr(against, "shares_captions", lambda features: shares)
     with pytest.raises(UserError, match=r"missing\.toml"):
         against.run([folder / "good"], tmp_path / "missing.toml", write_vision(tmp_path))

@@ -25,9 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def add_lora(
-    transformer: SD3Transformer2DModel, rank: int, alpha: float, target_modules: tuple[str, ...], **keys: Any
-) -> tuple[str, ...]:
+def add_lora(transformer: Any, rank: int, alpha: float, target_modules: tuple[str, ...], **keys: Any) -> Any:
     seed = keys.pop("seed", 0)
     return add_adapter(transformer, AdapterConfig(rank=rank, alpha=alpha, target_modules=target_modules, **keys), seed)
 

@@ -87,9 +87,7 @@ def test_every_kind_keeps_the_values_of_its_recipe(name: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "scheduler", "shift"), [("lora", 1.0, 1.0), ("finetune", 1.5, 1.5), ("icons", 2.0, 3.0)]
 )
-def test_continued_weights_keep_the_shift_of_their_scheduler(
-    tmp_path: Path, images: str, kind: str, scheduler: float, shift: float
-) -> None:
+def test_weights_keep_their_shift(tmp_path: Path, images: str, kind: str, scheduler: float, shift: float) -> None:
     model = Path(shutil.copytree(DEMO, tmp_path / "model"))
     path = model / "scheduler" / "scheduler_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "shift": scheduler}))
@@ -99,9 +97,7 @@ def test_continued_weights_keep_the_shift_of_their_scheduler(
     assert ("as in the model's scheduler" in text) == (shift == scheduler)
 
 
-def test_icons_on_a_cpu_are_planned_for_an_hour(
-    tmp_path: Path, images: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_icons_on_a_cpu_are_planned_for_an_hour(tmp_path: Path, images: str, monkeypatch: Any, capfd: Any) -> None:
     monkeypatch.setattr(check, "cpu_speed", lambda *_: 1e10)
     project = new.run("icons", images, str(DEMO), tmp_path / "cpu")
     train = tomllib.loads(project.train_toml.read_text(encoding="utf-8"))
@@ -202,9 +198,7 @@ def test_less_memory_releases_gradients_then_narrows_weights(tmp_path: Path, ima
     assert not several.release, "several GPUs shard the weights"
 
 
-def test_all_weights_that_do_not_fit_get_blocks_in_host_memory(
-    tmp_path: Path, images: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_all_weights_that_do_not_fit_get_blocks_in_host_memory(tmp_path: Path, images: str, capfd: Any) -> None:
     project, train, medium = medium_in(tmp_path, images)
     plans = [choose_memory(medium, train, KINDS["finetune"], gpu(gib)) for gib in (12, 10, 8, 1.5)]
     assert [plan.fits for plan in plans] == [True, True, True, False]
@@ -227,9 +221,7 @@ def test_all_weights_that_do_not_fit_get_blocks_in_host_memory(
     assert f"swap_blocks = {plans[1].swap_blocks} (" in capfd.readouterr().err
 
 
-def test_check_agrees_with_a_plan_that_releases_gradients(
-    tmp_path: Path, images: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_agrees_with_a_release_of_gradients(tmp_path: Path, images: str, capfd: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(MemoryChoice, "fits", property(lambda plan: plan.narrow))
     project = new.run("finetune", images, str(DEMO), tmp_path, gpus=gpu(24))
     monkeypatch.undo()
@@ -344,9 +336,7 @@ def test_missing_arguments_are_named(arguments: list[str], problem: str, capfd: 
     assert problem in capfd.readouterr().err
 
 
-def test_a_terminal_is_asked_and_a_wrong_answer_asked_again(
-    tmp_path: Path, images: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_is_asked_and_a_wrong_answer_asked_again(tmp_path: Path, images: str, monkeypatch: Any) -> None:
     monkeypatch.setattr("sd3_light.cli.new_verb.is_terminal", lambda: True)
     answers = ("icon", "icons", "nowhere", images, str(DEMO))
     result = CliRunner().invoke(app, ["new", "--out", str(tmp_path)], input="\n".join(answers) + "\n")
@@ -359,9 +349,7 @@ def test_a_terminal_is_asked_and_a_wrong_answer_asked_again(
 
 
 @pytest.mark.parametrize(("limit", "has_graphs"), [(1e3, False), (1e15, True)])
-def test_graphs_count_where_training_uses_them(
-    tmp_path: Path, images: str, monkeypatch: pytest.MonkeyPatch, limit: float, has_graphs: bool
-) -> None:
+def test_graphs_count_if_used(tmp_path: Path, images: str, monkeypatch: Any, limit: float, has_graphs: bool) -> None:
     monkeypatch.setattr("sd3_light.cost.graph_choice.LAUNCH_BOUND_FLOPS", limit)
     project = new.run("finetune", images, str(DEMO), tmp_path, gpus=gpu(24))
     estimate = check.run(check.load(project.train_toml))
@@ -486,9 +474,7 @@ def test_an_average_has_a_decay_that_its_run_reaches(affordable: int | None, dec
     assert decay == pytest.approx(0.999 ** (1 / 32), abs=1e-6), "as many samples as with batches of 32"
 
 
-def test_gpus_share_the_batch_of_pretraining(
-    tmp_path: Path, images: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_gpus_share_the_batch_of_pretraining(tmp_path: Path, images: str, monkeypatch: Any, capfd: Any) -> None:
     monkeypatch.setattr("sd3_light.cli.new_verb.visible_gpus", lambda: [])
     common = ["new", "icons", "--data", images, "--model", str(DEMO), "--gpus", "8"]
     assert run_guarded(lambda: app([*common, "--out", str(tmp_path / "none")], standalone_mode=False)) == 2

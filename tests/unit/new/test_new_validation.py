@@ -49,9 +49,7 @@ def test_every_kind_has_validation(name: str, images: int) -> None:
         ("finetune", 1, 20_000, 32_000, 16_000),
     ],
 )
-def test_evaluations_take_a_small_share_of_the_time(
-    name: str, samples: int, images: int, saves: int, evaluations: int
-) -> None:
+def test_evaluations_take_little_time(name: str, samples: int, images: int, saves: int, evaluations: int) -> None:
     """Every export is evaluated; intervals count samples, so a smaller batch has longer ones."""
     epoch_steps = images // samples
     values = TextValues(

@@ -185,9 +185,7 @@ def test_an_image_of_others_is_not_replaced(model: Path, tmp_path: Path, monkeyp
     assert (tmp_path / "00000.png").read_bytes() == b"mine"
 
 
-def test_a_run_folder_is_sampled_with_its_newest_or_best_export(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_folder_is_sampled_with_its_newest_or_best_export(model: Path, tmp_path: Path, capsys: Any) -> None:
     run, events = tmp_path / "run", []
     for step, loss in ((2, 0.5), (10, 0.7)):
         shutil.copytree(model, run / "exports" / checkpoint_name(step))
@@ -263,9 +261,7 @@ def test_a_grid_is_not_made_of_other_images(model: Path, tmp_path: Path) -> None
         sample.run(model, ROWS[:2], [0], tmp_path, FAST, Launch(0, 0, 2))
 
 
-def test_a_large_job_has_a_grid_of_its_first_images(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_large_job_has_a_grid_of_its_first_images(model: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(sample, "_MAX_GRID_IMAGES", 2)
     monkeypatch.setattr("sd3_light.sample.grid._LARGEST_SIDE", 32)
     sample.run(model, ROWS[:1], [1, 2, 3], tmp_path, SampleOptions(1))

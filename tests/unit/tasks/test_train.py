@@ -321,9 +321,7 @@ def test_an_engine_without_an_accelerator_trains_the_same(tmp_path: Path) -> Non
     )
 
 
-def test_bf16_narrows_frozen_weights_but_not_the_adapter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bf16_narrows_frozen_weights_but_not_the_adapter(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     """The losses equal those of float32 weights, which autocast narrows for each product."""
 
     x, seen = torch.zeros(1, 3, 4, 4), []  # float32, as a pipeline feeds it

@@ -44,9 +44,7 @@ def test_a_note_is_found_by_the_same_facts() -> None:
     assert code(model="a").read(time.time()) == note, "the first one stays"
 
 
-def test_without_a_folder_there_are_no_notes_and_damaged_ones_are_none(
-    monkeypatch: pytest.MonkeyPatch, folder: Path
-) -> None:
+def test_without_a_folder_there_are_no_notes_and_damaged_ones_are_none(monkeypatch: Any, folder: Path) -> None:
     path = code(model="a").path
     for text in ("", "[]", "{", '{"time": "soon", "text_step": 1}', '{"time": 1}'):
         path.write_text(text, encoding="utf-8")

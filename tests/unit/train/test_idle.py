@@ -204,9 +204,7 @@ def test_measuring_and_records_do_not_slow_the_device(monkeypatch: pytest.Monkey
     ],
     ids=["computing", "waiting", "launching", "short queue"],
 )
-def test_every_record_has_the_time_of_its_steps(
-    device: Device, milliseconds: float, logging_steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_records_time_their_steps(device: Device, milliseconds: float, logging_steps: int, monkeypatch: Any) -> None:
     """Also before and after hooks of half a second, and the last one."""
     records = train_on(device, 300, monkeypatch, logging_steps, hook_every=20)
     times = [1000 * record["seconds"] for record in records[2:]]
@@ -290,9 +288,7 @@ def test_one_cause(device: Device, keys: Any, cause: str, monkeypatch: Any, caps
     assert cause in line
 
 
-def test_advice_comes_after_the_first_steps_and_not_to_a_busy_device(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_advice_comes_after_the_first_steps_and_not_to_a_busy_device(monkeypatch: Any, capsys: Any) -> None:
     """Processes start and kernels are compiled in them."""
     train_on(Device(data=1, launch=29, work=18), 2 * WARN_WINDOW - 10, monkeypatch)
     assert "the GPU" not in capsys.readouterr().err

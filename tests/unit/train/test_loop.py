@@ -342,9 +342,7 @@ class QuitAfter(RunRequests):
         ({}, [0, 7]),
     ],
 )
-def test_a_file_gets_a_line_every_steps_per_print(
-    capsys: pytest.CaptureFixture[str], keys: dict[str, Any], printed: list[int]
-) -> None:
+def test_a_file_gets_a_line_every_steps_per_print(capsys: Any, keys: dict[str, Any], printed: list[int]) -> None:
     """However fast the steps are; without it, lines come by time. The first and the last line are always printed."""
     train(run(7, **keys))
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("train ")]

@@ -107,9 +107,7 @@ def test_images_that_cannot_be_decoded_do_not_count(project: Project, encoding: 
     assert encoding == []
 
 
-def test_a_changed_image_keeps_the_order_of_its_shard_and_damaged_lists_of_rejects_do_not_matter(
-    project: Project,
-) -> None:
+def test_a_changed_image_keeps_its_order_and_damaged_lists_of_rejects_do_not_matter(project: Project) -> None:
     project.train(*KEYS)
     path = images(project)[0]
     with Image.open(path) as image:

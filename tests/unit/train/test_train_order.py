@@ -33,9 +33,7 @@ def test_equal_orders_have_equal_facts() -> None:
 
 
 @pytest.mark.parametrize(("nodes", "by_segment"), [((4, 2), True), ((3, 3), True), ((6,), False)])
-def test_all_ranks_distribute_samples_in_the_same_way(
-    cached_project: Project, monkeypatch: pytest.MonkeyPatch, nodes: tuple[int, ...], by_segment: bool
-) -> None:
+def test_all_ranks_share_samples_alike(cached_project: Project, monkeypatch: Any, nodes: Any, by_segment: bool) -> None:
     """With two pipeline stages a node can have as many processes as there are replicas."""
     seen: list[tuple[int, bool]] = []
 

@@ -91,9 +91,7 @@ def test_rows_of_the_one_cache_are_divided(divided: Project, capsys: pytest.Capt
     assert set(seen) == ids_of(divided, "train")
 
 
-def test_a_run_trains_evaluates_and_does_the_same_from_a_url(
-    divided: Project, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_run_trains_evaluates_and_does_the_same_from_a_url(divided: Project, capsys: Any, tmp_path: Path) -> None:
     divided.train(*EVALUATED, "ema.enable=false")
     printed = " ".join(capsys.readouterr().err.split())
     assert "validation: 2 of 40 images are held out; they are never trained on" in printed
