@@ -73,7 +73,6 @@ class Toy:
         return self
 
     def all(self) -> dict[str, Tensor]:
-        """All weights and optimizer state, copied."""
         numbers = {f"param/{name}": parameter.detach().clone() for name, parameter in self.named.items()}
         for name in self.named:
             numbers |= {f"{kind}/{name}": value.clone() for kind, value in self.optimizer.state(name).items()}
@@ -296,13 +295,9 @@ def test_8_bit_adamw_stays_close_to_adamw_and_its_state_keeps_its_dtypes() -> No
     toy = Toy("adamw8bit").steps(0, 2)
     large = {key: (value.dtype, value.numel()) for key, value in toy.optimizer.state(MATRIX).items()}
     blocks = -(-72 * 60 // 256)
-    assert large == {
-        "step": (torch.float32, 1),
-        "exp_avg": (torch.int8, 4320),
-        "exp_avg_scale": (torch.float32, blocks),
-        "exp_avg_sq": (torch.uint8, 4320),
-        "exp_avg_sq_scale": (torch.float32, blocks),
-    }
+    codes = {"exp_avg": (torch.int8, 4320), "exp_avg_sq": (torch.uint8, 4320)}
+    scales = {f"{name}_scale": (torch.float32, blocks) for name in codes}
+    assert large == {"step": (torch.float32, 1), **codes, **scales}
     small = {key: value.dtype for key, value in toy.optimizer.state(BIAS).items()}
     assert small == {"step": torch.float32, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
     coarse, exact, start = Toy("adamw8bit").steps(0, 20), Toy("adamw").steps(0, 20), Toy()
