@@ -22,14 +22,8 @@ from tests.stock_project import LORA, write_project
 
 pytestmark = pytest.mark.usefixtures("unproven")
 
-KEYS = (
-    'sampling.prompts=["a star that the cache lacks"]',
-    "sampling.every_n_steps=1",
-    "sampling.steps=1",
-    "sampling.before_first_step=true",
-    "max_steps=2",
-    'output_dir="watched"',
-)
+SAMPLING = ('prompts=["a star that the cache lacks"]', "every_n_steps=1", "steps=1", "before_first_step=true")
+KEYS = (*(f"sampling.{key}" for key in SAMPLING), "max_steps=2", 'output_dir="watched"')
 
 
 class Watch:

@@ -73,8 +73,6 @@ def numbered(first: int) -> StepStream:
 
 
 def failing_after(count: int) -> Callable[[int], StepStream]:
-    """Return data that end in an error."""
-
     def steps(first: int) -> StepStream:
         yield from itertools.islice(numbered(first), count)
         raise UserError("a shard is damaged")
@@ -83,8 +81,8 @@ def failing_after(count: int) -> Callable[[int], StepStream]:
 
 
 def run(total: int, engine: CountingEngine | None = None, **keys: Any) -> Run:
-    defaults: dict[str, Any] = {"samples_in": lambda step: 4, "learning_rate": lambda step: step / 100}
-    return Run(engine=engine or CountingEngine(), steps=numbered, total_steps=total, **{**defaults, **keys})
+    usual: dict[str, Any] = {"samples_in": lambda step: 4, "learning_rate": lambda step: step / 100, "steps": numbered}
+    return Run(engine=engine or CountingEngine(), total_steps=total, **{**usual, **keys})
 
 
 def fired(due: Callable[[Progress, Progress], bool], total: int, samples: int = 4, first: int = 0) -> list[int]:
@@ -322,8 +320,6 @@ def test_a_record_is_the_mean_of_its_steps() -> None:
 
 
 class QuitAfter(RunRequests):
-    """Requests to stop after some steps."""
-
     def __init__(self, after: int) -> None:
         super().__init__()
         self.after = after

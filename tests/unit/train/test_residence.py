@@ -62,8 +62,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 @pytest.fixture
 def place(cached_project: Project) -> Place:
-    """Return a function that places the cache of a project."""
-
     def placed(*settings: str, device: torch.device = CUDA, groups: Any = None, **keys: Any) -> ResidentCache | None:
         loaded = cached_project.load("max_steps=1000", *settings)
         data = open_cache(loaded.dataset, loaded.train, Launch())

@@ -18,9 +18,7 @@ from tests.project import Project
 SEGMENTS = [Segment(8), Segment(5, 1.5)]
 
 
-def facts(
-    seed: int = 0, segments: list[Segment] = SEGMENTS, batch: int = 4, window: int = 16, drop: bool = False
-) -> dict[str, Any]:
+def facts(seed: int = 0, segments: Any = SEGMENTS, batch: int = 4, window: int = 16, drop: bool = False) -> Any:
     return order_facts(build_order(seed, [(segments, batch), ([Segment(3)], batch)], window, drop))
 
 
