@@ -35,6 +35,7 @@ from tests.families import deep_compression_vae, save_pipeline
 from tests.project import Project
 
 GIB = 2**30
+LISTED = "the kinds are lora, edit, finetune, reward, pretrain, icons, distill"
 
 
 @pytest.fixture
@@ -70,10 +71,8 @@ def test_every_kind_keeps_the_values_of_its_recipe(name: str) -> None:
     values = TextValues(name, "images", "owner/model", 256, plan, 77, epoch_steps=1000, prompts=prompts)
     text = train_toml(kind, values)
     ours, recipe = tomllib.loads(text), tomllib.loads((RECIPES / f"{kind.recipe}.toml").read_text(encoding="utf-8"))
-    assert (ours["micro_batch_size_per_gpu"], ours["gradient_accumulation_steps"]) == (
-        plan.micro_batch,
-        plan.accumulation,
-    )
+    sizes = (ours["micro_batch_size_per_gpu"], ours["gradient_accumulation_steps"])
+    assert sizes == (plan.micro_batch, plan.accumulation)
     assert tuple(ours.pop("sampling")["prompts"]) == prompts
     changed = {"diffusers_path": "owner/model", "t5_max_length": 77}
     assert ours["model"] == {**recipe["model"], **changed}
@@ -181,17 +180,12 @@ def test_less_memory_releases_gradients_then_narrows_weights(tmp_path: Path, ima
         assert table.get("gradient_release", False) == plan.release
         assert table["gradient_clipping"] == (0.0 if plan.release else 1.0)
         assert table["optimizer"].get("weight_dtype") == ("bfloat16" if plan.narrow else None)
-        assert (table["optimizer"]["type"], table["ema"]["enable"]) == (
-            "adamw8bit" if plan.release else "adamw",
-            plan.averages,
-        )
-    assert chosen == {
-        80: (False, False, True),
-        40: (True, False, True),
-        24: (True, True, True),
-        22: (True, False, False),
-        12: (True, True, False),
-    }
+        assert table["optimizer"]["type"] == ("adamw8bit" if plan.release else "adamw")
+        assert table["ema"]["enable"] == plan.averages
+    assert list(chosen) == [80, 40, 24, 22, 12]
+    assert [release for release, _, _ in chosen.values()] == [False, True, True, True, True]
+    assert [narrow for _, narrow, _ in chosen.values()] == [False, False, True, False, True]
+    assert [averages for _, _, averages in chosen.values()] == [True, True, True, False, False]
     without_gpu = choose_memory(medium, train, KINDS["finetune"], ())
     assert without_gpu.samples_per_step == KINDS["finetune"].batch > without_gpu.micro_batch
     several = choose_memory(medium, train, KINDS["finetune"], gpu(12) * 2)
@@ -212,9 +206,8 @@ def test_all_weights_that_do_not_fit_get_blocks_in_host_memory(tmp_path: Path, i
     assert (table["swap_blocks"], table["gradient_release"]) == (plans[1].swap_blocks, True)
     held = f"# {format_bytes(plans[1].host)} of host memory, for weights and moments that do not fit on the GPU"
     assert held in text
-    train = train.model_copy(
-        update={key: table[key] for key in ("swap_blocks", "gradient_release", "activation_checkpointing")}
-    )
+    keys = ("swap_blocks", "gradient_release", "activation_checkpointing")
+    train = train.model_copy(update={key: table[key] for key in keys})
     setup = replace(medium.setup, swapped=train.swap_blocks, release=True, checkpointing=True, batch=1, ema_tracks=0)
     assert gpu_memory(replace(setup, weight_bytes=2, optimizer="adamw8bit", fast=False)).total <= 10 * GIB
     _report(replace(project, memory=plans[1]))
@@ -325,10 +318,7 @@ def test_the_command_prints_the_next_three(tmp_path: Path, images: str, capfd: p
     [
         (["new"], "KIND is missing"),
         (["new", "lora"], "--data FOLDER is missing"),
-        (
-            ["new", "lorra", "--data", "x"],
-            "unknown kind 'lorra'; the kinds are lora, edit, finetune, reward, pretrain, icons, distill",
-        ),
+        (["new", "lorra", "--data", "x"], f"unknown kind 'lorra'; {LISTED}"),
     ],
 )
 def test_missing_arguments_are_named(arguments: list[str], problem: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -343,7 +333,7 @@ def test_a_terminal_is_asked_and_a_wrong_answer_asked_again(tmp_path: Path, imag
     assert result.exit_code == 0, result.output
     assert "What do you want to train? [lora]" in result.output
     assert "from about 20 images" in result.output
-    assert "unknown kind 'icon'; the kinds are lora, edit, finetune, reward, pretrain, icons, distill" in result.output
+    assert f"unknown kind 'icon'; {LISTED}" in result.output
     assert "no such file or folder: nowhere" in result.output
     assert (tmp_path / "icons.toml").is_file()
 
@@ -550,9 +540,7 @@ def test_new_says_what_a_family_offers(tmp_path: Path, images: str) -> None:
     )
     assert new.run("icons", images, str(DEMO), tmp_path / "icons", resolution=64, gpus=gpu(24)).notes == ()
     *_, warning = new.run("lora", images, str(DEMO), tmp_path / "large", resolution=128, gpus=gpu(24)).notes
-    assert warning.startswith(
-        "warning: 40 of 40 images are smaller than 128 px and are enlarged; a smaller --resolution"
-    )
+    assert warning.startswith("warning: 40 of 40 images are smaller than 128 px and are enlarged; a smaller --res")
 
 
 def test_new_fits_a_model_whose_sides_are_multiples_of_32(tmp_path: Path, images: str) -> None:

@@ -26,13 +26,8 @@ STEPS = 4
 
 
 def denoise_sd3(transformer: Any, batch: Batch) -> Tensor:
-    velocity: Tensor = transformer(
-        hidden_states=batch["noisy"],
-        timestep=1000 * batch["t"],
-        encoder_hidden_states=batch["prompt"],
-        pooled_projections=batch["pooled"],
-        return_dict=False,
-    )[0]
+    inputs = (batch["noisy"], batch["prompt"], batch["pooled"], 1000 * batch["t"])
+    velocity: Tensor = transformer(*inputs, return_dict=False)[0]
     return velocity
 
 
@@ -63,14 +58,12 @@ def test_pixels_are_the_stock_ones(pipe: Any, tmp_path: Path, schedule: Any, gui
     try:
         embeds = {"prompt_embeds": prompts, "negative_prompt_embeds": negatives}
         pooled = {"pooled_prompt_embeds": prompts, "negative_pooled_prompt_embeds": negatives}
+        settings = {"num_inference_steps": STEPS, "guidance_scale": guidance, "width": 48, "height": 32}
         expected = pipe(
             **{name: torch.stack([text["prompt"] for text in texts]) for name, texts in embeds.items()},
             **{name: torch.stack([text["pooled"] for text in texts]) for name, texts in pooled.items()},
             generator=[torch.Generator("cpu").manual_seed(seed) for seed in SEEDS],
-            num_inference_steps=STEPS,
-            guidance_scale=guidance,
-            width=48,
-            height=32,
+            **settings,
             output_type="pt",
         ).images
     finally:

@@ -43,7 +43,8 @@ ENOUGH = 1 << 50
 FEW = 1000
 Folders = Callable[[str], Path]
 pytestmark = pytest.mark.usefixtures("prx_without_ftfy")
-OTHERS = ("flux2", "qwen_image", "z_image", "sana", "krea2", "prx")
+SLOW = ("flux2", "qwen_image", "z_image", "sana", "krea2", "prx")
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in SLOW]
 ROWS = [
     PromptRow("a red circle", negative_prompt="blue"),
     PromptRow("two blue squares", steps=3),
@@ -86,9 +87,7 @@ def draw(model: OpenModel, rows: list[PromptRow], exact: bool) -> list[bytes]:
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "batches"])
-@pytest.mark.parametrize(
-    "family", ["sd3", "flux", "wan", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
-)
+@pytest.mark.parametrize("family", ["sd3", "flux", "wan", *OTHERS])
 def test_images_in_phases_equal_loaded_ones(folder_of: Folders, monkeypatch: Any, family: str, exact: bool) -> None:
     options = replace(OPTIONS, frames=5 if family == "wan" else 0)
     loaded = opened(folder_of(family), options, monkeypatch, ENOUGH)

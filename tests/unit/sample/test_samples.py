@@ -38,15 +38,9 @@ Caches = dict[str, Project]
 
 
 def overrides(guidance: float = 4.0, **model: str) -> tuple[str, ...]:
-    keys = [f"model.{key}={json.dumps(value)}" for key, value in model.items()]
-    return (
-        f"sampling.prompts={json.dumps(PROMPTS)}",
-        f"sampling.seeds={json.dumps(SEEDS)}",
-        "sampling.every_n_steps=2",
-        f"sampling.steps={STEPS}",
-        f"sampling.guidance={guidance}",
-        *keys,
-    )
+    sampling = {"prompts": PROMPTS, "seeds": SEEDS, "every_n_steps": 2, "steps": STEPS, "guidance": guidance}
+    tables: dict[str, dict[str, Any]] = {"sampling": sampling, "model": model}
+    return tuple(f"{table}.{key}={json.dumps(value)}" for table, keys in tables.items() for key, value in keys.items())
 
 
 def sampler(project: Project, *keys: str, launch: Launch | None = None, batch_size: int | None = None) -> Sampler:
@@ -114,16 +108,10 @@ Text = tuple[Tensor, Tensor]
 
 
 def stock_image(pipe: Any, text: Text, negative: Text, seed: int, size: tuple[int, int], **more: Any) -> np.ndarray:
-    image = pipe(
-        prompt_embeds=text[0],
-        pooled_prompt_embeds=text[1],
-        negative_prompt_embeds=negative[0],
-        negative_pooled_prompt_embeds=negative[1],
-        generator=torch.Generator("cpu").manual_seed(seed),
-        width=size[0],
-        height=size[1],
-        **more,
-    ).images[0]
+    embeds = {"prompt_embeds": text[0], "pooled_prompt_embeds": text[1]}
+    embeds |= {"negative_prompt_embeds": negative[0], "negative_pooled_prompt_embeds": negative[1]}
+    generator = torch.Generator("cpu").manual_seed(seed)
+    image = pipe(**embeds, generator=generator, width=size[0], height=size[1], **more).images[0]
     return np.asarray(image).astype(int)
 
 
@@ -194,9 +182,7 @@ def test_real_tokens_are_as_long_as_the_text_and_no_text_is_one_zero(caches: dic
     assert all(row[length - 1].any() for row, length in zip(tokens[6:], lengths[6:].tolist(), strict=True))
 
 
-def draw_on_ranks(
-    project: Project, module: SD3TrainingModule, world: int, batch_size: int, *keys: str
-) -> tuple[dict[int, np.ndarray], set[int]]:
+def draw_on_ranks(project: Project, module: SD3TrainingModule, world: int, batch_size: int, *keys: str) -> Any:
     """Return the images of all ranks, and how often ranks called the denoiser."""
     calls: Counter[int] = Counter()
     images: dict[int, np.ndarray] = {}
