@@ -53,8 +53,6 @@ LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SD3_LIGH
 
 @dataclass(frozen=True)
 class Result:
-    """Exit code and output of one command."""
-
     code: int
     out: str
     err: str
@@ -118,7 +116,6 @@ def journey_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def error_line(result: Result, code: int = 2) -> str:
-    """Return the single line of an error."""
     (line,) = result.err.strip().splitlines()
     assert (result.code, line.startswith("error: ")) == (code, True), result.err
     return line
@@ -300,7 +297,6 @@ def suggested(result: Result) -> list[str]:
 def test_commands_end_with_the_next_ones(
     verb: Command, train_py: Command, project: Project, journey_calls: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with the file `save_quit`."""
     monkeypatch.chdir(project.folder)
     (project.run / "exports" / "abandoned-step-00000004").mkdir(parents=True)
     for result, again in (
@@ -553,15 +549,15 @@ def test_guidance_has_one_default(verb: Command) -> None:
     assert {*of_demo, SamplingConfig().guidance} == {DEFAULT_GUIDANCE}
     assert signature(generate).parameters["drawing"].default[1] == DEFAULT_GUIDANCE
     # also while the interpreter shuts down, which restores the default handlers of Python.
-    script = (
-        "import atexit, os, signal\n"
-        "from sd3_light.cli.process import run_guarded\n"
-        "from sd3_light.config.faults import Stopped\n"
-        "def work(): raise Stopped('asked')\n"
-        "code = run_guarded(work)\n"
-        "os.kill(os.getpid(), signal.SIGTERM)\n"
-        "raise SystemExit(code)\n"
-    )
+    script = """
+import os, signal
+from sd3_light.cli.process import run_guarded
+from sd3_light.config.faults import Stopped
+def work(): raise Stopped('asked')
+code = run_guarded(work)
+os.kill(os.getpid(), signal.SIGTERM)
+raise SystemExit(code)
+"""
     assert subprocess.run([sys.executable, "-c", script], check=False, capture_output=True).returncode == 75
 
 

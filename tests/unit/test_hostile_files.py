@@ -286,14 +286,13 @@ def test_every_reader_of_a_model_refuses_pickles(model: Path, monkeypatch: pytes
     as_pickle(model / "vae", WEIGHTS, f"{WEIGHTS}.bin")
     as_pickle(model / "text_encoder", "model", "pytorch_model.bin")
     start = WeightsStart("folder", model / "transformer", SIZES["tiny2"], "")
+    padded, real = (TextPolicy(16, "empty", kind) for kind in ("padded", "real"))
     readers: list[Callable[[], object]] = [
         lambda: load_vae(model, CPU, torch.float32),
         lambda: load_text_model("clip_l", model, CPU, torch.float32),
         lambda: family_named("sd3").weights.load(start, 0),
-        lambda: open_pipeline_module._load(
-            model, family_named("sd3"), TextPolicy(16, "empty", "padded"), torch.float32
-        ),
-        lambda: open_pipeline_module._load(model, family_named("sd3"), TextPolicy(16, "empty", "real"), torch.float32),
+        lambda: open_pipeline_module._load(model, family_named("sd3"), padded, torch.float32),
+        lambda: open_pipeline_module._load(model, family_named("sd3"), real, torch.float32),
         lambda: proof_process.load_pipeline(model, torch.float32, False, list(TEXT_ENCODER_FOLDERS)),
         lambda: proof_process.load_base("SD3Transformer2DModel", str(model / "transformer"), torch.float32),
     ]
@@ -361,48 +360,38 @@ def test_deep_metadata_of_a_lora_is_refused(tmp_path: Path) -> None:
 # --- manifests ---------------------------------------------------------------------------------
 
 
-def _shard(**values: Any) -> Callable[[dict[str, Any]], object]:
-    return lambda manifest: manifest["shards"][0].update(values)
-
-
-MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
-    "recipe": lambda manifest: manifest.update(recipe=5),
-    "counts": lambda manifest: manifest.update(counts=[1]),
-    "count values": lambda manifest: manifest.update(counts={"used": "x"}),
-    "places": lambda manifest: manifest.update(places="x"),
-    "place values": lambda manifest: manifest.update(places={"directory:images#0": 5}),
-    "shards": lambda manifest: manifest.update(shards=5),
-    "format": lambda manifest: manifest.update(format="2"),
-    "file type": _shard(file=5),
-    "file outside": _shard(file="../../outside.safetensors"),
-    "file absolute": _shard(file="/etc/passwd"),
-    "bucket": _shard(bucket=5),
-    "bucket text": _shard(bucket="x"),
-    "resolution": _shard(resolution=[64]),
-    "resolution text": _shard(resolution=["a", "b"]),
-    "count": _shard(count="x"),
-    "negative": _shard(count=-1),
-    "bytes": _shard(bytes=1.5),
-    "hash": _shard(sha256=5),
-    "fingerprint": _shard(fingerprint=[]),
-    "directory": _shard(directory=None),
+WRONG_MANIFEST: dict[str, list[Any]] = {
+    "recipe": [5],
+    "counts": [[1], {"used": "x"}],
+    "places": ["x", {"directory:images#0": 5}],
+    "shards": [5],
+    "format": ["2"],
+}
+WRONG_SHARD: dict[str, list[Any]] = {
+    "file": [5, "../../outside.safetensors", "/etc/passwd"],
+    "bucket": [5, "x"],
+    "resolution": [[64], ["a", "b"]],
+    "count": ["x", -1],
+    **{"bytes": [1.5], "sha256": [5], "fingerprint": [[]], "directory": [None]},
 }
 
 
 def test_a_manifest_of_wrong_types_is_damaged(project: Project) -> None:
     path = project.cache / "manifest.json"
     good = path.read_text()
-    for change in MANIFESTS.values():
-        manifest = json.loads(good)
-        change(manifest)
-        path.write_text(json.dumps(manifest))
-        assert str(path) in refused("inspect", project.cache)
+    for is_shard, wrong in enumerate((WRONG_MANIFEST, WRONG_SHARD)):
+        for key, value in ((key, value) for key, values in wrong.items() for value in values):
+            manifest = json.loads(good)
+            (manifest["shards"][0] if is_shard else manifest)[key] = value
+            path.write_text(json.dumps(manifest))
+            assert str(path) in refused("inspect", project.cache)
     assert str(path) in refused("inspect", project.cache, "--out", project.folder / "page.html")
     refused("train", project.train_toml, "--trust_cache")
 
 
 # --- checkpoints and logs ------------------------------------------------------------------------
 
+PART = "rank-00000.safetensors"
 INDICES: dict[str, Callable[[dict[str, Any]], object]] = {
     "no tensors": lambda index: index.pop("tensors"),
     "tensors": lambda index: index.update(tensors=5),
@@ -410,9 +399,7 @@ INDICES: dict[str, Callable[[dict[str, Any]], object]] = {
     "ranges": lambda index: index["tensors"]["param/x"].update(ranges=[[1, 2]]),
     "shape": lambda index: index["tensors"]["param/x"].update(shape=100_000 * [-1]),
     "dtype": lambda index: index["tensors"]["param/x"].update(dtype="F3"),
-    "huge": lambda index: index["tensors"]["param/x"].update(
-        shape=[2**50], ranges=[[0, 2**50, "rank-00000.safetensors", ""]]
-    ),
+    "huge": lambda index: index["tensors"]["param/x"].update(shape=[2**50], ranges=[[0, 2**50, PART, ""]]),
     "elsewhere": lambda index: index["files"].update({"../../x": 5}),
     "files": lambda index: index.update(files=[1]),
     "facts": lambda index: index.update(facts=5),

@@ -69,9 +69,8 @@ def test_the_progress_is_shown_and_the_samples_are_returned(loaded: Any, script:
     with train_beside(loaded, ["max_steps=60"], "pretrain") as finish:
         assert finish() == 640
     program = str(Path(journeys.__file__).with_name("__main__.py"))
-    assert Path("arguments").read_text(encoding="utf-8").split() == (
-        ["-P", program, "train", str(loaded.path), "--set=max_steps=60"]
-    )
+    arguments = ["-P", program, "train", str(loaded.path), "--set=max_steps=60"]
+    assert Path("arguments").read_text(encoding="utf-8").split() == arguments
     assert Path("run/console.txt").read_text(encoding="utf-8") == "output\n"
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("pretrain 40/60 · 66% · 200 samples/s · ")
@@ -82,10 +81,8 @@ def test_training_that_fails_interrupts_the_block(loaded: Any, script: Any) -> N
     script("echo start; echo 'error: the disk is full'; exit 2")
     with pytest.raises(UserError) as error, train_beside(loaded, [], "pretrain"):
         time.sleep(HANG_SECONDS)
-    assert (
-        str(error.value)
-        == f"pretrain ended with exit code 2: the disk is full (see {Path('run/console.txt').absolute()})"
-    )
+    console = Path("run/console.txt").absolute()
+    assert str(error.value) == f"pretrain ended with exit code 2: the disk is full (see {console})"
 
 
 LONG = "truncate -s 100M run/console.txt; (echo; echo 'error: the disk is full') >> run/console.txt; exit 2"
