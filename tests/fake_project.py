@@ -13,13 +13,10 @@ CLIP = {"hidden_size": 112, "projection_dim": 112, "max_position_embeddings": 77
 JSONS: dict[str, dict[str, Any]] = {
     "model_index.json": {"_class_name": "StableDiffusion3Pipeline"},
     "vae/config.json": {"latent_channels": 16, "block_out_channels": [8, 8, 8, 8]},
-    "text_encoder/config.json": CLIP,
-    "text_encoder_2/config.json": CLIP,
+    **{f"{name}/config.json": CLIP for name in ("text_encoder", "text_encoder_2")},
     "text_encoder_3/config.json": {"d_model": 256},
-    "tokenizer/tokenizer.json": {},
+    **{f"{name}/tokenizer.json": {} for name in ("tokenizer", "tokenizer_2", "tokenizer_3")},
     "tokenizer/tokenizer_config.json": {"model_max_length": 20},
-    "tokenizer_2/tokenizer.json": {},
-    "tokenizer_3/tokenizer.json": {},
     "scheduler/scheduler_config.json": {},
 }
 ENCODERS = tuple(f"text_encoder{suffix}/model.safetensors" for suffix in ("", "_2", "_3"))

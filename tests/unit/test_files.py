@@ -41,9 +41,6 @@ def disk_full(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-# --- replacing a file -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     path = tmp_path / "file"
@@ -79,9 +76,6 @@ def test_an_error_of_the_writer_keeps_the_old_file(tmp_path: Path) -> None:
             second.write_bytes(b"second")
         assert path.read_bytes() == b"second"
     assert path.read_bytes() == b"first"
-
-
-# --- new files and folders ------------------------------------------------------------------------
 
 
 def test_an_existing_name_is_refused(tmp_path: Path) -> None:
@@ -155,9 +149,6 @@ def test_a_folder_that_cannot_be_replaced_stays(tmp_path: Path) -> None:
         files.swap_folder(tmp_path / "missing", old, tmp_path / "aside")
     assert (old / "weights").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-# --- leftovers ------------------------------------------------------------------------------------
 
 
 def test_a_folder_that_was_renamed_aside_is_restored_after_a_kill(tmp_path: Path) -> None:

@@ -206,6 +206,8 @@ def test_a_pipe_in_a_model_folder_is_refused(finetune: Project) -> None:
     assert "transformer/config.json" in refused("check", finetune.train_toml)
 
 
+POSITIONS = {"max_position_embeddings": ["x"]}
+CHANNELS = [5, "x" * 4, [1] * 10**5]
 WRONG: dict[str, dict[str, Any]] = {
     "transformer/config.json": {
         "num_layers": ["two", 0, -1, 10**9, 1.5, None, [1], True],
@@ -220,17 +222,9 @@ WRONG: dict[str, dict[str, Any]] = {
         "_class_name": [5],
         "patch_size": ["2"],
     },
-    "text_encoder/config.json": {
-        "hidden_size": ["x", 10**12, -1],
-        "projection_dim": [[]],
-        "max_position_embeddings": ["x"],
-    },
+    "text_encoder/config.json": {"hidden_size": ["x", 10**12, -1], "projection_dim": [[]], **POSITIONS},
     "text_encoder_3/config.json": {"d_model": ["x", 10**12, 1e30, None]},
-    "vae/config.json": {
-        "latent_channels": ["x"],
-        "block_out_channels": [5, "x" * 4, [1] * 10**5],
-        "scaling_factor": ["x", None],
-    },
+    "vae/config.json": {"latent_channels": ["x"], "block_out_channels": CHANNELS, "scaling_factor": ["x", None]},
     "tokenizer/tokenizer_config.json": {"model_max_length": [-5, 0, 1.5e-300]},
     "scheduler/scheduler_config.json": {"shift": ["x", [1], -1, 1e30], "use_dynamic_shifting": ["x"]},
 }
@@ -360,20 +354,11 @@ def test_deep_metadata_of_a_lora_is_refused(tmp_path: Path) -> None:
 # --- manifests ---------------------------------------------------------------------------------
 
 
-WRONG_MANIFEST: dict[str, list[Any]] = {
-    "recipe": [5],
-    "counts": [[1], {"used": "x"}],
-    "places": ["x", {"directory:images#0": 5}],
-    "shards": [5],
-    "format": ["2"],
-}
-WRONG_SHARD: dict[str, list[Any]] = {
-    "file": [5, "../../outside.safetensors", "/etc/passwd"],
-    "bucket": [5, "x"],
-    "resolution": [[64], ["a", "b"]],
-    "count": ["x", -1],
-    **{"bytes": [1.5], "sha256": [5], "fingerprint": [[]], "directory": [None]},
-}
+WRONG_MANIFEST: dict[str, list[Any]] = {"recipe": [5], "counts": [[1], {"used": "x"}], "shards": [5], "format": ["2"]}
+WRONG_MANIFEST["places"] = ["x", {"directory:images#0": 5}]
+WRONG_SHARD: dict[str, list[Any]] = {"bucket": [5, "x"], "resolution": [[64], ["a", "b"]], "count": ["x", -1]}
+WRONG_SHARD |= {"bytes": [1.5], "sha256": [5], "fingerprint": [[]], "directory": [None]}
+WRONG_SHARD["file"] = [5, "../../outside.safetensors", "/etc/passwd"]
 
 
 def test_a_manifest_of_wrong_types_is_damaged(project: Project) -> None:

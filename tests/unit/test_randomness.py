@@ -73,8 +73,6 @@ def test_neighbouring_streams_never_overlap() -> None:
         stream(0, "noise", 0, -1, 0)
 
 
-# --- many streams at once ----------------------------------------------------------------------
-
 LIMITS = [(0, 0, 0), (3, 1, 12345), (2**31 - 1, 2**32 - 1, 2**63 - 1), (0, 2**32 - 1, 1), (1, 0, 2**62)]
 
 
@@ -111,9 +109,6 @@ def test_choices_are_those_of_each_stream(count: int, below: int) -> None:
     occurrences = occurrence_words(2, 1, range(count))
     expected = [stream(9, "caption", 2, 1, at).integers(int(counts[at])) for at in range(count)]
     assert choices(9, "caption", occurrences, counts).tolist() == expected
-
-
-# --- normals from the table --------------------------------------------------------------------
 
 
 def test_the_sum_of_two_entries_is_normal() -> None:

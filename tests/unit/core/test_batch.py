@@ -48,13 +48,11 @@ def test_columns_are_compared_by_what_is_stored() -> None:
     declared = [LATENTS, MASK, WORDS, SCORE]
     stored = [replace(LATENTS, parts=()), replace(WORDS, shape=(3, 5), parts=(), settings={}), SCORE]
     assert difference(stored, declared) is None, "masks may be absent, and captions shorter"
-    assert difference([LATENTS, replace(MASK, shape=(6, 4)), WORDS, SCORE], declared) == (
-        "it has mask of the mask, uint8 [6, 4], expected mask of the mask, uint8 [4, 6]"
-    )
+    line = "it has mask of the mask, uint8 [6, 4], expected mask of the mask, uint8 [4, 6]"
+    assert difference([LATENTS, replace(MASK, shape=(6, 4)), WORDS, SCORE], declared) == line
     assert difference(declared[:-1], declared) == ("it has no other column, expected score of the caption, float32 []")
-    assert difference([*declared, replace(SCORE, name="more")], declared) == (
-        "it has more of the caption, float32 [], expected no other column"
-    )
+    line = "it has more of the caption, float32 [], expected no other column"
+    assert difference([*declared, replace(SCORE, name="more")], declared) == line
     assert difference([MASK, LATENTS, WORDS, SCORE], declared) is not None, "the order counts"
     wide, longer = replace(LATENTS, shape=(8, 3, 2, 12)), replace(WORDS, shape=(77, 6))
     assert difference([wide], [LATENTS]) is not None
@@ -110,15 +108,9 @@ def test_values_have_the_order_of_their_insertion() -> None:
 
 def test_shapes_tell_batches_apart() -> None:
     plain = batch()
-    shapes = {
-        plain.shapes(),
-        plain.with_values({"mask": torch.ones(6)}).shapes(),
-        plain.with_values({"noisy": plain["noisy"].double()}).shapes(),
-        plain.padded_to("prompt", 7).shapes(),
-        replace(plain, host={"rows": 32}).shapes(),
-        replace(plain, host={"rows": 64}).shapes(),
-    }
-    assert len(shapes) == 6
+    others = [plain.with_values(values) for values in ({"mask": torch.ones(6)}, {"noisy": plain["noisy"].double()})]
+    others += [plain.padded_to("prompt", 7), *(replace(plain, host={"rows": rows}) for rows in (32, 64))]
+    assert len({each.shapes() for each in (plain, *others)}) == 6
     assert batch().shapes() == plain.shapes()
 
 

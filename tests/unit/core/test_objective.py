@@ -103,9 +103,6 @@ def require_exact_resume(build: Callable[[], tuple[Model, TorchEngine]]) -> dict
     return expected
 
 
-# --- heads: features of a block towards a column of the cache (REPA) ---------------------------
-
-
 class Projector(nn.Module):
     """A head whose list of layers looks like that of a denoiser's blocks."""
 
@@ -161,9 +158,6 @@ def test_a_head_follows_its_features_into_bfloat16() -> None:
     assert objective.head("projector", tokens).dtype == torch.bfloat16
 
 
-# --- a second trained network ------------------------------------------------------------------
-
-
 class Critic(Objective):
     """A critic tells predictions from targets, every second step and at its own rate; the denoiser deceives it."""
 
@@ -200,9 +194,6 @@ def test_a_second_network_has_its_own_optimizer_rate_and_interval() -> None:
     assert not any("critic" in name for name in engine.weights)
     assert critic.grad is None
     require_exact_resume(build)
-
-
-# --- a teacher that is the run's average -------------------------------------------------------
 
 
 class Distillation(Objective):
@@ -284,9 +275,6 @@ def test_the_average_stays_in_place_between_the_passes_of_a_draw(monkeypatch: py
     assert all(torch.equal(before[name], weight) for name, weight in engine.weights.items())
 
 
-# --- batches that the run draws ------------------------------------------------------------------
-
-
 class Rewarded(Objective):
     """Trains on what the model itself draws before the step, weighted by a reward."""
 
@@ -324,9 +312,6 @@ def test_batches_that_the_run_draws_are_exact_on_resume() -> None:
     assert not drawn["reward"].requires_grad
 
 
-# --- a time per token --------------------------------------------------------------------------
-
-
 class TokenTimes(Objective):
     """Every token has its own time: those of the upper half are the sample's, the others are clean."""
 
@@ -355,9 +340,6 @@ def test_a_time_per_token() -> None:
     assert sum(result.band_counts) == 4, "a sample is in the band of its mean time"
     video = interpolate(torch.zeros(1, 2, 3, 4, 6), torch.ones(1, 2, 3, 4, 6), torch.arange(18.0)[None])
     assert video[0, 1, 1].tolist() == [[6.0, 6, 7, 7, 8, 8]] * 2 + [[9.0, 9, 10, 10, 11, 11]] * 2
-
-
-# --- several objectives ------------------------------------------------------------------------
 
 
 class Twice(Objective):

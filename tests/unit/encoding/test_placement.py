@@ -80,9 +80,6 @@ def test_weights_are_counted_once_without_their_variants(tmp_path: Path) -> None
     assert weight_bytes(tmp_path / "whole", torch.float32) == 60
 
 
-# --- the modules -----------------------------------------------------------------------------------
-
-
 class Loads:
     """Loaders of two small modules, with a record of (name, device)."""
 

@@ -84,9 +84,6 @@ def test_convolution_flags_are_restored() -> None:
         cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic = before
 
 
-# --- normalised latents ----------------------------------------------------------------------------
-
-
 def test_latents_are_normalised_by_channel_and_without_a_distribution() -> None:
     config = {"latents_mean": [0.5, -1.0], "latents_std": [2.0, 4.0], "_class_name": "AutoencoderKLQwenImage"}
     scale = LatentScale.of_config(config)

@@ -88,9 +88,6 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     assert [name for name in a if a[name].dtype != b[name].dtype or not torch.equal(a[name], b[name])] == []
 
 
-# --- correctness --------------------------------------------------------------------------
-
-
 def adamw_in_float64(toy: Toy, steps: int) -> dict[str, np.ndarray]:
     """AdamW as in its paper (Loshchilov and Hutter 2019, algorithm 2), in float64 with numpy alone."""
     (b1, b2), eps = toy.config.betas, toy.config.eps
@@ -153,12 +150,9 @@ def test_muon_splits_the_modulation_only_on_request() -> None:
     for split in (False, True):
         config = OptimizerConfig(type="muon", split_modulation=split)
         _, muon = make_optimizer(model, named, config, CPU)._optimizers
-        parts[split] = {
-            name: group["parts"]
-            for group in muon.optimizer.param_groups
-            for name, weight in named.items()
-            if any(weight is member for member in group["params"])
-        }
+        names = {id(weight): name for name, weight in named.items()}
+        groups = muon.optimizer.param_groups
+        parts[split] = {names[id(weight)]: group["parts"] for group in groups for weight in group["params"]}
     modulation, query = "transformer_blocks.0.norm1.linear.weight", "transformer_blocks.0.to_q.weight"
     assert parts == {False: {modulation: 1, query: 1}, True: {modulation: 3, query: 1}}
 
@@ -222,9 +216,6 @@ def test_prodigy_is_the_librarys() -> None:
     assert (state["k"].item(), state["step"].item()) == (60, 60)
 
 
-# --- skipped steps ------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("at", [0, 3])
 def test_a_skipped_step_changes_nothing(kind: str, at: int) -> None:
@@ -254,9 +245,6 @@ def test_adamw_skips_without_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     for method in ("__bool__", "item", "__float__", "tolist"):
         monkeypatch.setattr(Tensor, method, read_by_host)
     toy.optimizer.step(skip=torch.ones(()))
-
-
-# --- state ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -312,9 +300,6 @@ def test_a_missing_library_is_an_error_with_the_install_command(monkeypatch: pyt
         Toy("prodigy")
 
 
-# --- the records ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_record_has_a_maker_its_rate_and_the_bytes_of_its_state(kind: str) -> None:
     assert MAKERS.keys() == OPTIMIZERS.keys()
@@ -332,9 +317,6 @@ def test_every_record_has_a_maker_its_rate_and_the_bytes_of_its_state(kind: str)
         terms = [term.bytes_per_parameter for term in OPTIMIZERS[kind].state if term.weights in weights]
         factored = 4 * sum(parameter.shape) if kind == "adafactor" else 0  # not proportional to the weights
         assert stored[name] == sum(terms) * parameter.numel() + factored
-
-
-# --- sharded weights --------------------------------------------------------------------------
 
 
 @pytest.fixture

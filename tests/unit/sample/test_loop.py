@@ -59,13 +59,10 @@ def test_pixels_are_the_stock_ones(pipe: Any, tmp_path: Path, schedule: Any, gui
         embeds = {"prompt_embeds": prompts, "negative_prompt_embeds": negatives}
         pooled = {"pooled_prompt_embeds": prompts, "negative_pooled_prompt_embeds": negatives}
         settings = {"num_inference_steps": STEPS, "guidance_scale": guidance, "width": 48, "height": 32}
-        expected = pipe(
-            **{name: torch.stack([text["prompt"] for text in texts]) for name, texts in embeds.items()},
-            **{name: torch.stack([text["pooled"] for text in texts]) for name, texts in pooled.items()},
-            generator=[torch.Generator("cpu").manual_seed(seed) for seed in SEEDS],
-            **settings,
-            output_type="pt",
-        ).images
+        stacked = {name: torch.stack([text["prompt"] for text in texts]) for name, texts in embeds.items()}
+        stacked |= {name: torch.stack([text["pooled"] for text in texts]) for name, texts in pooled.items()}
+        generators = [torch.Generator("cpu").manual_seed(seed) for seed in SEEDS]
+        expected = pipe(**stacked, generator=generators, **settings, output_type="pt").images
     finally:
         pipe.scheduler = before
         pipe.vae.disable_slicing()

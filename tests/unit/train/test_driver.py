@@ -272,10 +272,8 @@ def test_a_run_stops_if_its_first_save_fails(tmp_path: Path, full: set[str], mon
     with monkeypatch.context() as patch:
         refuse = Mock(side_effect=PermissionError(13, "Permission denied"))
         patch.setattr("sd3_light.checkpoint.background.write_part", refuse)
-        assert both.error() == (  # not the failed export
-            "the checkpoint at step 6 failed: Permission denied; no checkpoint was ever saved: fix the cause, then "
-            "start again"
-        )
+        failed = "the checkpoint at step 6 failed: Permission denied"  # not the export
+        assert both.error() == f"{failed}; no checkpoint was ever saved: fix the cause, then start again"
     # at step 3 the failure of step 2 is known; another attempt is made at the end of the next step
     full.add("step-")
     case = slowly(Case(tmp_path, schedule=HookSchedule(checkpoint=every(2))))
@@ -294,10 +292,8 @@ def test_a_run_stops_if_its_first_save_fails(tmp_path: Path, full: set[str], mon
 def test_the_last_attempt_of_a_run_that_stops_may_succeed(tmp_path: Path, full: set[str]) -> None:
     full.add("step-00000001")
     case = slowly(Case(tmp_path, schedule=HookSchedule(checkpoint=lambda old, new: new.step == 1)))
-    assert case.error() == (
-        "the checkpoint at step 1 failed: No space left on device; free disk space or fix the disk, then resume "
-        "(step 3 is saved: --resume continues from there)"
-    )
+    failed = "the checkpoint at step 1 failed: No space left on device"
+    assert case.error() == f"{failed}; {FREE} (step 3 is saved: --resume continues from there)"
     assert case.saved() == ["step-00000003"]
     # a run may continue after its first save failed
     full.update({"step-00000002", "step-00000004"})

@@ -94,9 +94,6 @@ def fired(due: Callable[[Progress, Progress], bool], total: int, samples: int = 
     return steps
 
 
-# --- steps -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("start", "end", "seen"),
     [
@@ -174,9 +171,6 @@ def test_the_last_step_is_logged_before_an_error_of_the_data() -> None:
     assert done == [3]
 
 
-# --- hooks -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("due", "total", "samples", "steps"),
     [
@@ -213,9 +207,6 @@ def test_hooks_act_after_the_step_in_order() -> None:
     hook = Hook("checkpoint", lambda a, b: requests.save, lambda progress: acted.append(progress.step))
     assert train(run(10, engine, requests=requests, hooks=[hook])).step == 3
     assert acted == [3]
-
-
-# --- steps that were not taken -----------------------------------------------------------------
 
 
 def test_skipped_steps_are_counted_and_too_many_in_a_row_stop_the_run() -> None:
@@ -270,9 +261,6 @@ def test_nothing_waits_for_the_device_between_records() -> None:
 
     train(steps)
     assert seen == [(3, 1, 2), (6, 1, 0)]
-
-
-# --- the average and the log -------------------------------------------------------------------
 
 
 def test_the_average_is_updated_even_if_its_step_was_skipped() -> None:
