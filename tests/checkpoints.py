@@ -16,9 +16,8 @@ from sd3_light.engines.protocol import TensorPiece
 def write_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Path:
     """Write a checkpoint of tensors by ``KIND/NAME``; return its folder."""
     temporary = temporary_folder(folder, step)
-    pieces = [
-        TensorPiece(name, tensor.detach().reshape(-1), 0, tuple(tensor.shape)) for name, tensor in tensors.items()
-    ]
+    flat = {name: tensor.detach().reshape(-1) for name, tensor in tensors.items()}
+    pieces = [TensorPiece(name, flat[name], 0, tuple(tensor.shape)) for name, tensor in tensors.items()]
     try:
         reset_folder(temporary)
         write_part(temporary, 0, pieces)
@@ -44,11 +43,9 @@ def assert_same_checkpoint(one: Path, two: Path) -> None:
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
-    """Return all tensors of a checkpoint: weights, moments, averages."""
     saved = open_checkpoint(folder)
     return {name: saved.tensor(name) for name in saved.shapes}
 
 
 def same(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
-    """Return whether two checkpoints have the same tensors, bit for bit."""
     return first.keys() == second.keys() and all(equal(tensor, second[name]) for name, tensor in first.items())

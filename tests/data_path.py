@@ -2,7 +2,7 @@
 
 import io
 import tarfile
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -66,7 +66,6 @@ def write_samples(folder: Path, count: int) -> None:
 
 
 def png(size: tuple[int, int], seed: int) -> bytes:
-    """Return the bytes of a small image."""
     pixels = np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8) // 64 * 64
     out = io.BytesIO()
     Image.fromarray(pixels).save(out, "PNG")
@@ -101,9 +100,7 @@ class ZeroEncoders:
     def tokenize(self, captions: Sequence[str]) -> int:
         return len(captions)
 
-    def encode_captions(
-        self, captions: Sequence[str] | int, columns: Collection[str] | None = None
-    ) -> dict[str, Tensor]:
+    def encode_captions(self, captions: Sequence[str] | int, columns: Any = None) -> dict[str, Tensor]:
         count = captions if isinstance(captions, int) else len(captions)
         text = {f"{name}.tokens": (count, width) for name, width in _WIDTHS.items()}
         text |= {f"{name}.pooled": (count, _WIDTHS[name]) for name in ("clip_l", "clip_g")}

@@ -13,19 +13,14 @@ CLIP = {"hidden_size": 112, "projection_dim": 112, "max_position_embeddings": 77
 JSONS: dict[str, dict[str, Any]] = {
     "model_index.json": {"_class_name": "StableDiffusion3Pipeline"},
     "vae/config.json": {"latent_channels": 16, "block_out_channels": [8, 8, 8, 8]},
-    "text_encoder/config.json": CLIP,
-    "text_encoder_2/config.json": CLIP,
+    **{f"{name}/config.json": CLIP for name in ("text_encoder", "text_encoder_2")},
     "text_encoder_3/config.json": {"d_model": 256},
-    "tokenizer/tokenizer.json": {},
+    **{f"{name}/tokenizer.json": {} for name in ("tokenizer", "tokenizer_2", "tokenizer_3")},
     "tokenizer/tokenizer_config.json": {"model_max_length": 20},
-    "tokenizer_2/tokenizer.json": {},
-    "tokenizer_3/tokenizer.json": {},
     "scheduler/scheduler_config.json": {},
 }
-WEIGHTS = (
-    "vae/diffusion_pytorch_model.safetensors",
-    *(f"text_encoder{suffix}/model.safetensors" for suffix in ("", "_2", "_3")),
-)
+ENCODERS = tuple(f"text_encoder{suffix}/model.safetensors" for suffix in ("", "_2", "_3"))
+WEIGHTS = ("vae/diffusion_pytorch_model.safetensors", *ENCODERS)
 TOP = {"output_dir": '"runs"', "dataset": '"data.toml"', "max_steps": "10", "save_every_n_steps": "5"}
 MODEL = {"diffusers_path": '"sd3"', "t5_max_length": "12"}
 PRETRAIN = 'size = "demo"\ntrain_type = "sd3_light_pretrain"'
@@ -33,8 +28,6 @@ DATASET = 'resolutions = [64]\n[[directory]]\npath = "images"\n'
 
 
 class FakeProject:
-    """The files of one test."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.sd3 = folder / "sd3"
@@ -58,7 +51,6 @@ class FakeProject:
         return folder
 
     def squares(self, count: int, side: int = 64) -> None:
-        """Create captioned square images."""
         for number in range(count):
             self.image(f"{number}.png", side, side)
 
@@ -71,12 +63,8 @@ class FakeProject:
 
     def load(self, top: str = "", model: str = PRETRAIN, tables: str = "", dataset: str = DATASET) -> LoadedConfig:
         """Load a config with these keys, completed by valid ones."""
-        lines = [
-            top,
-            *(f"{key} = {value}" for key, value in TOP.items() if f"\n{key} =" not in f"\n{top}"),
-            "[model]",
-            model,
-        ]
+        lines = [f"{key} = {value}" for key, value in TOP.items() if f"\n{key} =" not in f"\n{top}"]
+        lines = [top, *lines, "[model]", model]
         lines += [f"{key} = {value}" for key, value in MODEL.items() if f"\n{key} =" not in f"\n{model}"]
         path = self.folder / "train.toml"
         path.write_text("\n".join([*lines, tables]), encoding="utf-8")

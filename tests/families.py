@@ -22,8 +22,7 @@ TinyFolder = Callable[[str], Path]
 _FLUX: tuple[str, dict[str, Any]] = (
     "FluxTransformer2DModel",
     {"in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "guidance_embeds": True}
-    | {"num_attention_heads": 2, "joint_attention_dim": 32, "pooled_projection_dim": 32}
-    | {"axes_dims_rope": (4, 4, 8)},
+    | {"num_attention_heads": 2, "joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": (4, 4, 8)},
 )
 _QWEN: tuple[str, dict[str, Any]] = (
     "QwenImageTransformer2DModel",
@@ -284,7 +283,6 @@ PIPELINES = {  # with the published settings of schedulers
 
 
 def make_vae(family: str) -> Any:
-    """Return the family's VAE with random weights."""
     return PIPELINES[family].vae()
 
 

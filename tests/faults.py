@@ -136,9 +136,7 @@ class _File:
 
 
 @contextmanager
-def faulty_disk(
-    root: Path, fails: Call | None = None, error: int = errno.ENOSPC, lasting: bool = False
-) -> Iterator[Disk]:
+def faulty_disk(root: Path, fails: Any = None, error: int = errno.ENOSPC, lasting: bool = False) -> Iterator[Disk]:
     """Count the writing calls below ``root`` inside the block, and let the one that is given fail."""
     global _disk
     real_open, real_fsync, real_save = io.open, os.fsync, safetensors.torch.serialize_file

@@ -68,19 +68,15 @@ class Journey:
 
     @property
     def toml(self) -> Path:
-        """The train TOML."""
         return self.folder / f"{self.kind}.toml"
 
     @property
     def model(self) -> Path:
-        """The model folder."""
         return self.folder / "model"
 
     def command(self, *words: object, launcher: Sequence[str] = ()) -> str:
-        """Run the command; return what it printed."""
-        done = subprocess.run(
-            self._line(words, launcher), env=self._environment(), capture_output=True, text=True, check=False
-        )
+        line, environment = self._line(words, launcher), self._environment()
+        done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
         output = done.stdout + done.stderr
         assert done.returncode == 0, f"{words}: {done.returncode}\n{output}"
         self.output += output
@@ -124,23 +120,13 @@ class Journey:
         if lora is not None:
             pipe.load_lora_weights(lora, weight_name="pytorch_lora_weights.safetensors")
         known = inspect.signature(type(pipe).__call__).parameters
-        options = {
-            "max_sequence_length": length,
-            "use_resolution_binning": False,
-            "num_frames": 1,
-        }
+        options = {"max_sequence_length": length, "use_resolution_binning": False, "num_frames": 1}
         if isinstance(pipe, QwenImagePipeline):
             options |= {"true_cfg_scale": GUIDANCE, "negative_prompt": ""}
-        result = pipe(
-            prompt=PROMPT,
-            width=SIDE,
-            height=SIDE,
-            num_inference_steps=2,
-            guidance_scale=GUIDANCE,
-            generator=torch.Generator("cpu").manual_seed(3),
-            output_type="pil",
-            **{key: value for key, value in options.items() if key in known},
-        )[0][0]
+        options = {key: value for key, value in options.items() if key in known}
+        options |= {"width": SIDE, "height": SIDE, "num_inference_steps": 2, "guidance_scale": GUIDANCE}
+        generator = torch.Generator("cpu").manual_seed(3)
+        result = pipe(prompt=PROMPT, generator=generator, output_type="pil", **options)[0][0]
         return np.asarray(result[0] if isinstance(result, list) else result)
 
     def _line(self, words: Sequence[object], launcher: Sequence[str]) -> list[str]:
@@ -154,7 +140,6 @@ class Journey:
 
 
 def shards(cache: Path) -> dict[str, bytes]:
-    """Return the shards of a cache by name."""
     return {path.name: path.read_bytes() for path in sorted((cache / "shards").glob("*.safetensors"))}
 
 

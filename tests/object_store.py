@@ -96,12 +96,10 @@ def object_store(bucket: str) -> Iterator[ObjectStore]:
     thread = Thread(target=server.serve_forever, daemon=True)
     thread.start()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
-        patch.setenv("AWS_ACCESS_KEY_ID", "testing")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "secret-testing")
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-        patch.setenv("AWS_MAX_ATTEMPTS", "1")
+        variables = {"ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}", "DEFAULT_REGION": "us-east-1"}
+        variables |= {"ACCESS_KEY_ID": "testing", "SECRET_ACCESS_KEY": "secret-testing"}
+        for name, value in {**variables, "EC2_METADATA_DISABLED": "true", "MAX_ATTEMPTS": "1"}.items():
+            patch.setenv(f"AWS_{name}", value)
         s3fs.S3FileSystem.clear_instance_cache()
         store.files.mkdir(bucket)  # moto has one state per process: each module uses its own bucket
         store.reset()

@@ -97,13 +97,11 @@ class Project:
             return cache_then_train(self.load(*overrides), Launch(), resume=resume)
 
     def events(self, kind: str, run: str = "run") -> list[dict[str, Any]]:
-        """Return a run's log events of one kind."""
         from sd3_light.runlog import read_log
 
         return [event for event in read_log(self.folder / run / "log.jsonl") if event["event"] == kind]
 
     def losses(self, run: str = "run") -> dict[int, float]:
-        """Return the logged losses by step."""
         return {event["step"]: event["loss"] for event in self.events("step", run)}
 
     def copy(self, target: Path, without: Iterable[str] = ()) -> "Project":

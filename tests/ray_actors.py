@@ -16,7 +16,6 @@ class CrashingEncoder(ShardEncoder):
     """Crashes on poison shards; its decode tasks crash on crashing images."""
 
     def build(self, task: ShardTask) -> tuple[int, StoredFiles]:
-        """Build a shard."""
         if any(member.row.key.endswith(POISON) for member in task.members):
             os._exit(1)
         return super().build(task)

@@ -27,18 +27,9 @@ def _t5_tokenizer() -> Any:
 def _clip(vocab: int, width: int, projection: int) -> Any:
     from transformers import CLIPTextConfig, CLIPTextModelWithProjection
 
-    config = CLIPTextConfig(
-        vocab_size=vocab,
-        hidden_size=width,
-        intermediate_size=2 * width,
-        projection_dim=projection,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=1,
-    )
-    return CLIPTextModelWithProjection(config)
+    sizes = {"vocab_size": vocab, "hidden_size": width, "intermediate_size": 2 * width, "projection_dim": projection}
+    special = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+    return CLIPTextModelWithProjection(CLIPTextConfig(**sizes, num_hidden_layers=2, num_attention_heads=2, **special))
 
 
 def _t5(vocab: int) -> Any:
@@ -50,20 +41,10 @@ def _t5(vocab: int) -> Any:
 def _transformer() -> Any:
     from diffusers import SD3Transformer2DModel
 
-    model = SD3Transformer2DModel(
-        sample_size=16,
-        patch_size=2,
-        in_channels=4,
-        out_channels=4,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=48,
-        caption_projection_dim=32,
-        pooled_projection_dim=40,
-        pos_embed_max_size=24,
-        qk_norm="rms_norm",
-    )
+    sizes = {"sample_size": 16, "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 2}
+    sizes |= {"attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 48, "pos_embed_max_size": 24}
+    sizes |= {"caption_projection_dim": 32, "pooled_projection_dim": 40}
+    model = SD3Transformer2DModel(**sizes, qk_norm="rms_norm")
     for parameter in model.parameters():  # with small initial values the text hardly affects the image
         torch.nn.init.normal_(parameter, std=0.15)
     return model
@@ -72,18 +53,10 @@ def _transformer() -> Any:
 def _vae() -> Any:
     from diffusers import AutoencoderKL
 
-    return AutoencoderKL(
-        block_out_channels=(8, 8, 8),
-        down_block_types=("DownEncoderBlock2D",) * 3,
-        up_block_types=("UpDecoderBlock2D",) * 3,
-        latent_channels=4,
-        norm_num_groups=4,
-        layers_per_block=1,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-        scaling_factor=1.2,
-        shift_factor=0.1,
-    )
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 3, "up_block_types": ("UpDecoderBlock2D",) * 3}
+    sizes = {"block_out_channels": (8, 8, 8), "latent_channels": 4, "norm_num_groups": 4, "layers_per_block": 1}
+    latents = {"use_quant_conv": False, "use_post_quant_conv": False, "scaling_factor": 1.2, "shift_factor": 0.1}
+    return AutoencoderKL(**blocks, **sizes, **latents)
 
 
 def tiny_pipeline() -> Any:
@@ -109,7 +82,7 @@ def tiny_pipeline() -> Any:
     return pipeline
 
 
-def perturbed(config: dict[str, Any], seed: int = 0) -> Any:
+def perturbed(config: dict[str, Any], seed: int = 0, scale: float = 0.05) -> Any:
     """Make an SD3 denoiser of the package in which every weight matters: gates and output are not zero."""
     from sd3_light.families.sd3.random_weights import new_transformer
 
@@ -117,5 +90,5 @@ def perturbed(config: dict[str, Any], seed: int = 0) -> Any:
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for parameter in transformer.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+            parameter += scale * torch.randn(parameter.shape, generator=generator)
     return transformer

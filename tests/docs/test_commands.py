@@ -1,6 +1,7 @@
 """Run the marked commands of the docs, in order, in one folder."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +11,8 @@ import pytest
 
 from tests.warm import REAL_PYTHON
 
-SHORT = {
-    "sd3-light demo": " --steps 2 --more-steps 2 --pictures 24 --prompts 2",
-    "sd3-light sample": " --steps 4",
-    "sd3-light evaluate": " --steps 4",
-}
+SHORT = {"sd3-light (sample|evaluate)": " --steps 4"}
+SHORT["sd3-light demo"] = " --steps 2 --more-steps 2 --pictures 24 --prompts 2"
 """Options that make commands quick."""
 DEMO = "docs/evidence/demo.md"
 MORE = ("docs/start/guide.md", "docs/formats/export.md", "docs/reference/training.md")
@@ -22,28 +20,19 @@ MORE = ("docs/start/guide.md", "docs/formats/export.md", "docs/reference/trainin
 
 def shortened(block: str) -> str:
     """Return the block with fewer steps and fewer prompts to score."""
-    lines = (
-        line + next((options for start, options in SHORT.items() if line.startswith(start)), "")
-        for line in block.splitlines()
-    )
-    return "\n".join(lines).replace("--prompts 16", "--prompts 2")
+    for start, options in SHORT.items():
+        block = re.sub(rf"^{start}.*$", rf"\g<0>{options}", block, flags=re.MULTILINE)
+    return block.replace("--prompts 16", "--prompts 2")
 
 
 def run_block(block: str, folder: Path) -> str:
     """Run a bash block as a reader would, stop at the first failing command, and return the output."""
-    # the commands of this environment come first
-    path = os.pathsep.join(
-        [*(str(Path(python).parent) for python in (sys.executable, REAL_PYTHON)), os.environ["PATH"]]
-    )
-    result = subprocess.run(
-        ["bash", "-euxo", "pipefail", "-c", shortened(block)],
-        cwd=folder,
-        env={**os.environ, "PATH": path, "COLUMNS": "200"},  # wide, so that no table breaks a word
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=1500,
-    )
+    own = [str(Path(python).parent) for python in (sys.executable, REAL_PYTHON)]
+    path = os.pathsep.join([*own, os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path, "COLUMNS": "200"}  # wide, so that no table breaks a word
+    command = ["bash", "-euxo", "pipefail", "-c", shortened(block)]
+    keys: dict[str, Any] = {"cwd": folder, "env": environment, "timeout": 1500}
+    result = subprocess.run(command, **keys, capture_output=True, text=True, check=False)
     assert result.returncode == 0, f"{block}\n{result.stdout}\n{result.stderr}"
     assert "Traceback" not in result.stderr
     return result.stdout

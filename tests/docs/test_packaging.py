@@ -62,7 +62,6 @@ def test_the_dockerfile_is_valid_and_installs_what_is_tested() -> None:
 
 
 def locked_versions(name: str) -> dict[str, str]:
-    """Return the packages of a lock and their versions."""
     text = (ROOT / name).read_text(encoding="utf-8")
     return {canonicalize_name(one): version for one, version in re.findall(r"^([\w.-]+)==(\S+)", text, re.MULTILINE)}
 
@@ -130,7 +129,6 @@ def test_the_workflows_check_every_python_with_the_tested_versions() -> None:
 
 
 def package_jobs() -> dict[str, Any]:
-    """Return the jobs of the workflow that checks the package."""
     workflow: dict[Any, Any] = yaml.safe_load((ROOT / ".github/workflows/package.yml").read_text(encoding="utf-8"))
     assert set(workflow[True]) == {"push", "pull_request"}  # YAML reads the key `on` as true
     assert list(workflow[True]["push"]) == ["tags"]
@@ -215,9 +213,8 @@ def test_make_installs_the_torch_of_the_machine(tmp_path: Path, tool: str, backe
     """uv chooses the build by the driver; without it, pip takes that of the index."""
     (tmp_path / "bin").mkdir()
     for name in ("bash", "sh", "make", "grep", "python3"):
-        (tmp_path / "bin" / name).symlink_to(
-            next(Path(p, name) for p in os.defpath.split(":") if Path(p, name).exists())
-        )
+        found = next(Path(p, name) for p in os.defpath.split(":") if Path(p, name).exists())
+        (tmp_path / "bin" / name).symlink_to(found)
     if tool == "uv":
         (tmp_path / "bin" / "uv").write_text("#!/bin/sh\n", encoding="utf-8")
         (tmp_path / "bin" / "uv").chmod(0o755)
@@ -244,9 +241,6 @@ def test_the_job_files_of_the_page_are_valid() -> None:
     assert len(scripts) >= 2
     for script in scripts:
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
-    kinds = [
-        part["kind"]
-        for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
-        for part in yaml.safe_load_all(block)
-    ]
+    blocks = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    kinds = [part["kind"] for block in blocks for part in yaml.safe_load_all(block)]
     assert kinds == ["Service", "Job", "Job", "Job", "RayJob"]

@@ -103,9 +103,7 @@ def test_the_pretraining_recipe_runs_at_a_small_size(demo_folder: Path, tmp_path
 
 
 @pytest.mark.parametrize(("name", "data"), [("lora", "concept"), ("finetune", "train"), ("distill", "train")])
-def test_a_fine_tuning_recipe_runs_on_the_demo_model(
-    demo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, data: str
-) -> None:
+def test_a_fine_tuning_recipe_runs(demo_folder: Path, tmp_path: Path, monkeypatch: Any, name: str, data: str) -> None:
     """All keys as shipped except paths, counts and the limits of the demo's encoders."""
     for prove in ("diffusers_folder.prove", "adapter_folder.prove_adapter"):  # verified in tests/e2e
         monkeypatch.setattr(f"sd3_light.export.{prove}", lambda *_: {})

@@ -12,7 +12,7 @@ from sd3_light.runlog import read_log
 from sd3_light.tasks import ModelLogger, launch_training_task
 from sd3_light.tasks.models import UnitModel
 from sd3_light.tasks.prepare import rows_of
-from tests.unit.tasks.test_residence import Texts, processed
+from tests.unit.tasks.test_process import Texts, processed
 from tests.unit.tasks.test_stacking import CASES, losses, micro_batches, samples, unstacked
 
 CUDA = torch.device("cuda", 0)

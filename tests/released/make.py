@@ -46,8 +46,6 @@ class Task(DiffusionTrainingModule):
 
 
 class Values:
-    """Three samples of a script."""
-
     def __len__(self) -> int:
         return 3
 
@@ -56,7 +54,6 @@ class Values:
 
 
 def write_project(folder: Path) -> None:
-    """Write the images, the model's folder and the TOML files."""
     write_dataset(folder / "images", 8, seed=1)
     pipeline = tiny_pipeline()
     pipeline.vae = _vae_of_8_pixels(pipeline.vae)
@@ -76,15 +73,11 @@ def _vae_of_8_pixels(vae: Any) -> Any:
     down = ("DownEncoderBlock2D",) * 4
     up = ("UpDecoderBlock2D",) * 4
     torch.manual_seed(0)
-    return (
-        type(vae)
-        .from_config(vae.config, block_out_channels=(8, 8, 8, 8), down_block_types=down, up_block_types=up)
-        .eval()
-    )
+    blocks = {"block_out_channels": (8, 8, 8, 8), "down_block_types": down, "up_block_types": up}
+    return type(vae).from_config(vae.config, **blocks).eval()
 
 
 def losses(folder: Path, run: str) -> dict[str, float]:
-    """Return the logged losses by step."""
     return {str(step): loss for step, loss in Project(folder, folder / "model").losses(run).items()}
 
 

@@ -9,7 +9,6 @@ import pytest
 
 @pytest.fixture
 def files(tmp_path: Path) -> Any:
-    """A `FakeProject`."""
     from tests.fake_project import FakeProject
 
     return FakeProject(tmp_path)

@@ -85,8 +85,6 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-10])
 
 
-# --- folders -----------------------------------------------------------------------------------
-
 Damage = Callable[[Path], object]
 
 
@@ -168,9 +166,6 @@ def test_a_base_that_lacks_a_part_and_a_full_disk_leave_nothing(
         assert refused(*command).startswith(f"cannot write {out}: File too large; free disk space")
 
 
-# --- single files ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -188,8 +183,6 @@ def test_metadata_of_a_wrong_type_is_damaged(change: dict[str, Any], model: Path
     save_file({"x": torch.ones(1)}, file, {"sd3_light": json.dumps(about)})
     assert "its metadata 'sd3_light' is damaged" in refused("convert", file, empty / "back", "--base", model)
 
-
-# --- LoRA files --------------------------------------------------------------------------------
 
 PATTERN = '{"transformer.lora_alpha": 1, "transformer.alpha_pattern": [1]}'
 LORAS: dict[str, tuple[dict[str, Tensor], dict[str, str], str]] = {
@@ -226,9 +219,6 @@ def test_an_invalid_text_encoder_lora_and_names_fail(model: Path, lora: Path, em
     assert "is not a writable folder" in refused("sample", model, "a prompt", "--out", lora)
     assert "is not UTF-8" in refused("sample", model, "a\udcff", "--out", empty / "images")
     assert "finite" in refused("sample", model, "a prompt", "--guidance", "inf", "--out", empty / "images")
-
-
-# --- output paths ------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,9 +22,7 @@ ROOT = PACKAGE.parent
 
 
 @pytest.mark.parametrize("python", [REAL_PYTHON, None])
-def test_training_that_is_started_executes_nothing_of_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: str | None
-) -> None:
+def test_training_executes_nothing_of_its_folder(tmp_path: Path, monkeypatch: Any, python: str | None) -> None:
     executed = plant(tmp_path / "stranger")
     monkeypatch.chdir(tmp_path / "stranger")
     monkeypatch.setattr(sys, "executable", python or sys.executable)

@@ -53,8 +53,6 @@ LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SD3_LIGH
 
 @dataclass(frozen=True)
 class Result:
-    """Exit code and output of one command."""
-
     code: int
     out: str
     err: str
@@ -118,7 +116,6 @@ def journey_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def error_line(result: Result, code: int = 2) -> str:
-    """Return the single line of an error."""
     (line,) = result.err.strip().splitlines()
     assert (result.code, line.startswith("error: ")) == (code, True), result.err
     return line
@@ -157,9 +154,7 @@ def test_help_shows_switches_without_a_type(verb: Command, arguments: tuple[str,
     assert re.search(r"--help +Show this", result.out)
 
 
-def test_commands_start_without_warnings_of_libraries(
-    verb: Command, train_py: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_start_without_warnings(verb: Command, train_py: Command, tmp_path: Path, monkeypatch: Any) -> None:
     """transformers reads its variable when it is imported, which the first check of a config does."""
     name, levels = "TRANSFORMERS_VERBOSITY", []
     monkeypatch.setattr("sd3_light.check.verb.load", lambda *_: levels.append(os.environ.pop(name, None)))
@@ -228,9 +223,7 @@ def test_config_faults_have_code_2(verb: Command, train_py: Command, tmp_path: P
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
-def test_a_user_error_is_one_line_and_code_2(
-    verb: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
-) -> None:
+def test_a_user_error_is_a_line(verb: Command, tmp_path: Path, monkeypatch: Any, arguments: Any, message: str) -> None:
     monkeypatch.chdir(tmp_path)
     assert message in error_line(verb(*arguments))
 
@@ -304,7 +297,6 @@ def suggested(result: Result) -> list[str]:
 def test_commands_end_with_the_next_ones(
     verb: Command, train_py: Command, project: Project, journey_calls: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with the file `save_quit`."""
     monkeypatch.chdir(project.folder)
     (project.run / "exports" / "abandoned-step-00000004").mkdir(parents=True)
     for result, again in (
@@ -346,9 +338,7 @@ def test_mistakes_in_sample_are_reported_early(verb: Command, tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("file", ["model_index.json", "pytorch_lora_weights.safetensors"])
-def test_an_exported_model_can_be_converted_and_an_adapter_is_a_file(
-    verb: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
-) -> None:
+def test_an_export_is_converted_or_a_file(verb: Command, tmp_path: Path, monkeypatch: Any, file: str) -> None:
     def write(run: Path, out: Path, *_: Any) -> Path:
         out.mkdir()
         (out / file).write_text("{}")
@@ -450,9 +440,7 @@ def test_every_flag_of_train_py_is_passed_on(
 @pytest.mark.parametrize(
     "flags", ["--trust-cache --regenerate-cache --dry-run", "--trust_cache --regenerate_cache --dry_run"]
 )
-def test_every_flag_of_the_cache_verb_is_passed_on(
-    verb: Command, raw_project: Project, journey_calls: list[Any], flags: str
-) -> None:
+def test_cache_flags_are_passed_on(verb: Command, raw_project: Project, journey_calls: list[Any], flags: str) -> None:
     assert verb("cache", raw_project.train_toml, *flags.split(), "--verify", "--prune").code == 0
     ((_, _, _, options),) = journey_calls
     assert options == CacheOptions(*[True] * 5)
@@ -489,9 +477,7 @@ def test_keys_may_be_set(train_py: Command, verb: Command, raw_project: Project,
     assert [(loaded.train.max_steps, loaded.train.model.shift) for _, loaded, *_ in journey_calls] == [(9, 3.0)] * 2
 
 
-def test_the_train_verb_resumes_and_resets_need_it(
-    verb: Command, train_py: Command, raw_project: Project, journey_calls: list[Any]
-) -> None:
+def test_resets_need_a_resume(verb: Command, train_py: Command, raw_project: Project, journey_calls: list[Any]) -> None:
     for flags in ((), ("--resume",), ("--resume-from", "DIR"), ("--restart",)):
         assert verb("train", raw_project.train_toml, *flags).code == 0
     assert [call[-1] for call in journey_calls] == [None, Resume(), Resume(Path("DIR")), Resume(restart=True)]
@@ -563,24 +549,22 @@ def test_guidance_has_one_default(verb: Command) -> None:
     assert {*of_demo, SamplingConfig().guidance} == {DEFAULT_GUIDANCE}
     assert signature(generate).parameters["drawing"].default[1] == DEFAULT_GUIDANCE
     # also while the interpreter shuts down, which restores the default handlers of Python.
-    script = (
-        "import atexit, os, signal\n"
-        "from sd3_light.cli.process import run_guarded\n"
-        "from sd3_light.config.faults import Stopped\n"
-        "def work(): raise Stopped('asked')\n"
-        "code = run_guarded(work)\n"
-        "os.kill(os.getpid(), signal.SIGTERM)\n"
-        "raise SystemExit(code)\n"
-    )
+    script = """
+import os, signal
+from sd3_light.cli.process import run_guarded
+from sd3_light.config.faults import Stopped
+def work(): raise Stopped('asked')
+code = run_guarded(work)
+os.kill(os.getpid(), signal.SIGTERM)
+raise SystemExit(code)
+"""
     assert subprocess.run([sys.executable, "-c", script], check=False, capture_output=True).returncode == 75
 
 
 # --- models of other data -------------------------------------------------------------------------
 
 
-def test_evaluate_scores_only_models_of_the_demo(
-    verb: Command, raw_project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_demo_models_are_scored(verb: Command, raw_project: Project, tmp_path: Path, monkeypatch: Any) -> None:
     """The score judges the demo's shapes and colours. It is known by the captions of the export's dataset."""
     scored: list[Path] = []
     score = Mock(num_prompts=1, rates=defaultdict(float), by_kind={})

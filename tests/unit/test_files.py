@@ -2,7 +2,6 @@
 
 import os
 import stat
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -13,35 +12,18 @@ import pytest
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from sd3_light import files
 from sd3_light.config.faults import UserError
-from sd3_light.files import (
-    atomic_file,
-    new_file,
-    new_folder,
-    refuse_existing,
-    swap_folder,
-    sweep_files,
-    sweep_leftovers,
-    write_atomically,
-    write_errors,
-)
+from sd3_light.files import atomic_file, new_file, new_folder, refuse_existing, write_atomically, write_errors
 from sd3_light.inputs import open_regular, read_limited, require_regular
 from sd3_light.system import machine
+from tests.leftovers import ended_process
 
 NewPath = Callable[[Path], AbstractContextManager[Path]]
 
 
 @pytest.fixture
-def dead() -> int:
-    """The number of a process that has ended."""
-    process = subprocess.Popen(["true"])
-    process.wait()
-    return process.pid
-
-
-@pytest.fixture
 def strict_umask() -> Iterator[int]:
-    """A umask other than the usual one."""
     before = os.umask(0o027)
     yield 0o027
     os.umask(before)
@@ -57,9 +39,6 @@ def test_a_file_of_the_safetensors_library_follows_the_umask(tmp_path: Path, str
 
 def disk_full(*_: object) -> None:
     raise OSError(28, "No space left on device")
-
-
-# --- replacing a file -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
@@ -97,9 +76,6 @@ def test_an_error_of_the_writer_keeps_the_old_file(tmp_path: Path) -> None:
             second.write_bytes(b"second")
         assert path.read_bytes() == b"second"
     assert path.read_bytes() == b"first"
-
-
-# --- new files and folders ------------------------------------------------------------------------
 
 
 def test_an_existing_name_is_refused(tmp_path: Path) -> None:
@@ -170,27 +146,25 @@ def test_a_folder_that_cannot_be_replaced_stays(tmp_path: Path) -> None:
     old.mkdir()
     (old / "weights").write_text("old")
     with pytest.raises(OSError, match="missing"):
-        swap_folder(tmp_path / "missing", old, tmp_path / "aside")
+        files.swap_folder(tmp_path / "missing", old, tmp_path / "aside")
     assert (old / "weights").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-# --- leftovers ------------------------------------------------------------------------------------
-
-
-def test_a_folder_that_was_renamed_aside_is_restored_after_a_kill(tmp_path: Path, dead: int) -> None:
+def test_a_folder_that_was_renamed_aside_is_restored_after_a_kill(tmp_path: Path) -> None:
+    dead = ended_process()
     for name, suffix in (("lost", "old"), ("there", "old"), ("half", "tmp")):
         (tmp_path / f".{name}.{machine()}~{dead}~0.{suffix}").mkdir()
     (tmp_path / f".half.{machine()}~{os.getpid()}~1.tmp").mkdir()  # its writer is still running
     (tmp_path / "there").mkdir()
     for name in ("lost", "there", "half"):
-        sweep_leftovers(tmp_path / name)
+        files.sweep_leftovers(tmp_path / name)
     assert sorted(os.listdir(tmp_path)) == [f".half.{machine()}~{os.getpid()}~1.tmp", "lost", "there"]
 
 
-def test_only_temporary_files_of_ended_processes_are_removed(tmp_path: Path, dead: int) -> None:
+def test_only_temporary_files_of_ended_processes_are_removed(tmp_path: Path) -> None:
     """A process of this machine that has ended, or any file that was not changed for a day."""
-    now = time.time()
+    now, dead = time.time(), ended_process()
     mine = tmp_path / f".a~b.safetensors.{machine()}~{os.getpid()}~0.tmp"
     killed = tmp_path / f".a.safetensors.{machine()}~{dead}~0.tmp"
     elsewhere = tmp_path / f".b.safetensors.elsewhere~{dead}~0.tmp"
@@ -200,5 +174,5 @@ def test_only_temporary_files_of_ended_processes_are_removed(tmp_path: Path, dea
         path.touch()
     os.utime(ancient, (now - 90_000, now - 90_000))
     os.utime(shard, (0, 0))
-    sweep_files(tmp_path)
+    files.sweep_files(tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted([mine, elsewhere, shard])

@@ -206,6 +206,8 @@ def test_a_pipe_in_a_model_folder_is_refused(finetune: Project) -> None:
     assert "transformer/config.json" in refused("check", finetune.train_toml)
 
 
+POSITIONS = {"max_position_embeddings": ["x"]}
+CHANNELS = [5, "x" * 4, [1] * 10**5]
 WRONG: dict[str, dict[str, Any]] = {
     "transformer/config.json": {
         "num_layers": ["two", 0, -1, 10**9, 1.5, None, [1], True],
@@ -220,17 +222,9 @@ WRONG: dict[str, dict[str, Any]] = {
         "_class_name": [5],
         "patch_size": ["2"],
     },
-    "text_encoder/config.json": {
-        "hidden_size": ["x", 10**12, -1],
-        "projection_dim": [[]],
-        "max_position_embeddings": ["x"],
-    },
+    "text_encoder/config.json": {"hidden_size": ["x", 10**12, -1], "projection_dim": [[]], **POSITIONS},
     "text_encoder_3/config.json": {"d_model": ["x", 10**12, 1e30, None]},
-    "vae/config.json": {
-        "latent_channels": ["x"],
-        "block_out_channels": [5, "x" * 4, [1] * 10**5],
-        "scaling_factor": ["x", None],
-    },
+    "vae/config.json": {"latent_channels": ["x"], "block_out_channels": CHANNELS, "scaling_factor": ["x", None]},
     "tokenizer/tokenizer_config.json": {"model_max_length": [-5, 0, 1.5e-300]},
     "scheduler/scheduler_config.json": {"shift": ["x", [1], -1, 1e30], "use_dynamic_shifting": ["x"]},
 }
@@ -286,14 +280,13 @@ def test_every_reader_of_a_model_refuses_pickles(model: Path, monkeypatch: pytes
     as_pickle(model / "vae", WEIGHTS, f"{WEIGHTS}.bin")
     as_pickle(model / "text_encoder", "model", "pytorch_model.bin")
     start = WeightsStart("folder", model / "transformer", SIZES["tiny2"], "")
+    padded, real = (TextPolicy(16, "empty", kind) for kind in ("padded", "real"))
     readers: list[Callable[[], object]] = [
         lambda: load_vae(model, CPU, torch.float32),
         lambda: load_text_model("clip_l", model, CPU, torch.float32),
         lambda: family_named("sd3").weights.load(start, 0),
-        lambda: open_pipeline_module._load(
-            model, family_named("sd3"), TextPolicy(16, "empty", "padded"), torch.float32
-        ),
-        lambda: open_pipeline_module._load(model, family_named("sd3"), TextPolicy(16, "empty", "real"), torch.float32),
+        lambda: open_pipeline_module._load(model, family_named("sd3"), padded, torch.float32),
+        lambda: open_pipeline_module._load(model, family_named("sd3"), real, torch.float32),
         lambda: proof_process.load_pipeline(model, torch.float32, False, list(TEXT_ENCODER_FOLDERS)),
         lambda: proof_process.load_base("SD3Transformer2DModel", str(model / "transformer"), torch.float32),
     ]
@@ -361,48 +354,29 @@ def test_deep_metadata_of_a_lora_is_refused(tmp_path: Path) -> None:
 # --- manifests ---------------------------------------------------------------------------------
 
 
-def _shard(**values: Any) -> Callable[[dict[str, Any]], object]:
-    return lambda manifest: manifest["shards"][0].update(values)
-
-
-MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
-    "recipe": lambda manifest: manifest.update(recipe=5),
-    "counts": lambda manifest: manifest.update(counts=[1]),
-    "count values": lambda manifest: manifest.update(counts={"used": "x"}),
-    "places": lambda manifest: manifest.update(places="x"),
-    "place values": lambda manifest: manifest.update(places={"directory:images#0": 5}),
-    "shards": lambda manifest: manifest.update(shards=5),
-    "format": lambda manifest: manifest.update(format="2"),
-    "file type": _shard(file=5),
-    "file outside": _shard(file="../../outside.safetensors"),
-    "file absolute": _shard(file="/etc/passwd"),
-    "bucket": _shard(bucket=5),
-    "bucket text": _shard(bucket="x"),
-    "resolution": _shard(resolution=[64]),
-    "resolution text": _shard(resolution=["a", "b"]),
-    "count": _shard(count="x"),
-    "negative": _shard(count=-1),
-    "bytes": _shard(bytes=1.5),
-    "hash": _shard(sha256=5),
-    "fingerprint": _shard(fingerprint=[]),
-    "directory": _shard(directory=None),
-}
+WRONG_MANIFEST: dict[str, list[Any]] = {"recipe": [5], "counts": [[1], {"used": "x"}], "shards": [5], "format": ["2"]}
+WRONG_MANIFEST["places"] = ["x", {"directory:images#0": 5}]
+WRONG_SHARD: dict[str, list[Any]] = {"bucket": [5, "x"], "resolution": [[64], ["a", "b"]], "count": ["x", -1]}
+WRONG_SHARD |= {"bytes": [1.5], "sha256": [5], "fingerprint": [[]], "directory": [None]}
+WRONG_SHARD["file"] = [5, "../../outside.safetensors", "/etc/passwd"]
 
 
 def test_a_manifest_of_wrong_types_is_damaged(project: Project) -> None:
     path = project.cache / "manifest.json"
     good = path.read_text()
-    for change in MANIFESTS.values():
-        manifest = json.loads(good)
-        change(manifest)
-        path.write_text(json.dumps(manifest))
-        assert str(path) in refused("inspect", project.cache)
+    for is_shard, wrong in enumerate((WRONG_MANIFEST, WRONG_SHARD)):
+        for key, value in ((key, value) for key, values in wrong.items() for value in values):
+            manifest = json.loads(good)
+            (manifest["shards"][0] if is_shard else manifest)[key] = value
+            path.write_text(json.dumps(manifest))
+            assert str(path) in refused("inspect", project.cache)
     assert str(path) in refused("inspect", project.cache, "--out", project.folder / "page.html")
     refused("train", project.train_toml, "--trust_cache")
 
 
 # --- checkpoints and logs ------------------------------------------------------------------------
 
+PART = "rank-00000.safetensors"
 INDICES: dict[str, Callable[[dict[str, Any]], object]] = {
     "no tensors": lambda index: index.pop("tensors"),
     "tensors": lambda index: index.update(tensors=5),
@@ -410,9 +384,7 @@ INDICES: dict[str, Callable[[dict[str, Any]], object]] = {
     "ranges": lambda index: index["tensors"]["param/x"].update(ranges=[[1, 2]]),
     "shape": lambda index: index["tensors"]["param/x"].update(shape=100_000 * [-1]),
     "dtype": lambda index: index["tensors"]["param/x"].update(dtype="F3"),
-    "huge": lambda index: index["tensors"]["param/x"].update(
-        shape=[2**50], ranges=[[0, 2**50, "rank-00000.safetensors", ""]]
-    ),
+    "huge": lambda index: index["tensors"]["param/x"].update(shape=[2**50], ranges=[[0, 2**50, PART, ""]]),
     "elsewhere": lambda index: index["files"].update({"../../x": 5}),
     "files": lambda index: index.update(files=[1]),
     "facts": lambda index: index.update(facts=5),
@@ -459,9 +431,7 @@ def test_a_line_that_is_not_an_event_is_named(tmp_path: Path, text: str) -> None
 
 
 @pytest.mark.parametrize("verb", ["report", "inspect"])
-def test_a_read_only_disk_is_named_not_the_cleanup(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached_project: Project, verb: str
-) -> None:
+def test_a_read_only_disk_is_named(tmp_path: Path, monkeypatch: Any, cached_project: Project, verb: str) -> None:
     """The temporary file cannot be removed there either."""
 
     def read_only(*_: object, **__: object) -> None:

@@ -34,11 +34,8 @@ def test_help_imports_no_large_library(arguments: tuple[str, ...]) -> None:
 
 def test_commands_without_torch(cached_project: Project, tmp_path: Path) -> None:
     new = ("new", "icons", "--data", cached_project.images, "--model", cached_project.model, "--out", tmp_path / "new")
-    for command in (
-        ("check", cached_project.train_toml),
-        (*new, "--gpu-memory", 24),
-        ("inspect", cached_project.cache),
-    ):
+    check, inspect = ("check", cached_project.train_toml), ("inspect", cached_project.cache)
+    for command in (check, (*new, "--gpu-memory", 24), inspect):
         assert imported(*command) == ["pyarrow"], command[0]
     (tmp_path / "log.jsonl").write_text('{"event": "start", "time": 1.0, "step": 0, "samples": 0}\n', encoding="utf-8")
     assert imported("report", tmp_path, "--out", tmp_path / "page.html") == []
@@ -66,13 +63,9 @@ def before_torch(*arguments: object, **environment: str) -> str:
     """Start a command and return the wait policies, and whether garbage is collected, when it imports torch."""
     policies = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
     inherited = {name: value for name, value in os.environ.items() if name not in policies}
-    process = subprocess.run(
-        [REAL_PYTHON, "-c", BEFORE_TORCH, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**inherited, **environment},
-    )
+    command = [REAL_PYTHON, "-c", BEFORE_TORCH, *map(str, arguments)]
+    variables = {**inherited, **environment}
+    process = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
     assert process.returncode == 7, process.stderr
     return process.stdout.strip()
 

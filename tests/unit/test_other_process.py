@@ -69,9 +69,8 @@ def test_the_progress_is_shown_and_the_samples_are_returned(loaded: Any, script:
     with train_beside(loaded, ["max_steps=60"], "pretrain") as finish:
         assert finish() == 640
     program = str(Path(journeys.__file__).with_name("__main__.py"))
-    assert Path("arguments").read_text(encoding="utf-8").split() == (
-        ["-P", program, "train", str(loaded.path), "--set=max_steps=60"]
-    )
+    arguments = ["-P", program, "train", str(loaded.path), "--set=max_steps=60"]
+    assert Path("arguments").read_text(encoding="utf-8").split() == arguments
     assert Path("run/console.txt").read_text(encoding="utf-8") == "output\n"
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("pretrain 40/60 · 66% · 200 samples/s · ")
@@ -82,10 +81,8 @@ def test_training_that_fails_interrupts_the_block(loaded: Any, script: Any) -> N
     script("echo start; echo 'error: the disk is full'; exit 2")
     with pytest.raises(UserError) as error, train_beside(loaded, [], "pretrain"):
         time.sleep(HANG_SECONDS)
-    assert (
-        str(error.value)
-        == f"pretrain ended with exit code 2: the disk is full (see {Path('run/console.txt').absolute()})"
-    )
+    console = Path("run/console.txt").absolute()
+    assert str(error.value) == f"pretrain ended with exit code 2: the disk is full (see {console})"
 
 
 LONG = "truncate -s 100M run/console.txt; (echo; echo 'error: the disk is full') >> run/console.txt; exit 2"
@@ -107,9 +104,7 @@ def test_an_unnoticed_end_is_raised(loaded: Any, script: Any, capsys: Any, body:
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, Stopped, UserError])
-def test_an_interrupted_or_failed_block_stops_training(
-    loaded: Any, script: Any, capsys: Any, stop: type[BaseException]
-) -> None:
+def test_a_block_that_ends_early_stops_training(loaded: Any, script: Any, capsys: Any, stop: Any) -> None:
     script(TRAINING)
     with pytest.raises(stop, match="of the block"), train_beside(loaded, [], "pretrain"):
         raise_once_training(stop("an error of the block"))
@@ -145,9 +140,7 @@ def test_training_that_is_stopped_interrupts_the_block(loaded: Any, script: Any,
 
 
 @pytest.mark.parametrize("cores", [1, 2])
-def test_the_demo_pretrains_in_another_process_if_a_second_core_is_usable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int
-) -> None:
+def test_the_demo_pretrains_in_another_process_with_a_second_core(tmp_path: Path, monkeypatch: Any, cores: int) -> None:
     trained: list[str] = []
     score = SimpleNamespace(num_prompts=1, rates={}, by_kind={}, as_grid=lambda title: SimpleNamespace(save=Path.touch))
 

@@ -6,18 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from sd3_light.randomness import (
-    choices,
-    fill_normals,
-    first_words,
-    normal_table,
-    occurrence_words,
-    philox,
-    round_keys,
-    sample_id,
-    stream,
-    uniforms,
-)
+from sd3_light import randomness
+from sd3_light.randomness import choices, normal_table, occurrence_words, philox, round_keys, sample_id, stream
 
 ARGUMENTS = (7, "noise", 3, 1, 12345)
 GOLDEN_INTEGERS = [4642017870147223370, 4589275147464842887]
@@ -33,7 +23,7 @@ def draws(arguments: tuple[int, str, int, int, int], count: int = 64) -> list[fl
 
 def drawn_normals(arguments: tuple[int, str, int, int, int], count: int) -> np.ndarray:
     values = np.empty(count, dtype=np.float32)
-    fill_normals(stream(*arguments), values)
+    randomness.fill_normals(stream(*arguments), values)
     return values
 
 
@@ -83,8 +73,6 @@ def test_neighbouring_streams_never_overlap() -> None:
         stream(0, "noise", 0, -1, 0)
 
 
-# --- many streams at once ----------------------------------------------------------------------
-
 LIMITS = [(0, 0, 0), (3, 1, 12345), (2**31 - 1, 2**32 - 1, 2**63 - 1), (0, 2**32 - 1, 1), (1, 0, 2**62)]
 
 
@@ -108,9 +96,9 @@ def test_philox_continues_every_stream_bit_for_bit(kind: str, seed: int) -> None
 def test_first_words_and_uniforms_are_those_of_each_stream(count: int) -> None:
     epochs, repeats = np.arange(count) % 3, np.arange(count) % 5
     ids = [sample_id(f"{number}") for number in range(count)]
-    words = first_words(5, "timestep", occurrence_words(epochs, repeats, ids))
+    words = randomness.first_words(5, "timestep", occurrence_words(epochs, repeats, ids))
     streams = [stream(5, "timestep", int(epochs[at]), int(repeats[at]), ids[at]) for at in range(count)]
-    assert np.array_equal(uniforms(words).T, [each.random(4) for each in streams])
+    assert np.array_equal(randomness.uniforms(words).T, [each.random(4) for each in streams])
 
 
 @pytest.mark.parametrize("count", [20, 300])
@@ -123,15 +111,11 @@ def test_choices_are_those_of_each_stream(count: int, below: int) -> None:
     assert choices(9, "caption", occurrences, counts).tolist() == expected
 
 
-# --- normals from the table --------------------------------------------------------------------
-
-
 def test_the_sum_of_two_entries_is_normal() -> None:
     """The exact distribution of all 2**32 sums, without drawing any."""
     table, normal = normal_table().astype(np.float64), NormalDist()
 
     def tail(x: float) -> float:
-        """The probability of a sum above x."""
         return 1 - float(np.searchsorted(table, x - table, side="right").mean()) / len(table)
 
     for x in np.linspace(-4.4, 4.4, 45):

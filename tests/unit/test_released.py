@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -130,9 +129,7 @@ def read_processed(folder: Path) -> None:
         ("processed/manifest.json", read_processed, "run launch_data_process_task again"),
     ],
 )
-def test_a_later_format_is_refused_in_one_line(
-    released: Path, tmp_path: Path, file: str, read: Callable[[Path], None], words: str
-) -> None:
+def test_a_later_format_is_refused(released: Path, tmp_path: Path, file: str, read: Any, words: str) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(released, folder)
     content = json.loads((folder / file).read_text(encoding="utf-8"))

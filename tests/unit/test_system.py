@@ -75,6 +75,9 @@ def test_hardware_threads_of_a_core_count_once(host: Path, monkeypatch: pytest.M
     assert usable_cores() == 2, "a CPU of unknown topology is a core"
 
 
+PERIOD = {"cpu/cpu.cfs_period_us": "100000"}
+
+
 @pytest.mark.parametrize(
     ("cgroup", "files", "cores"),
     [
@@ -84,12 +87,8 @@ def test_hardware_threads_of_a_core_count_once(host: Path, monkeypatch: pytest.M
         ("0::/job\n", {"job/cpu.max": "max 100000"}, 4),
         ("0::/job\n", {"job/cpu.max": "damaged"}, 4),
         ("0::/job\n", {}, 4),
-        (
-            "5:cpuset:/\n1:cpuacct,cpu:/docker/x\n0::/\n",
-            {"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"},
-            3,
-        ),
-        ("1:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 4),
+        ("5:cpuset:/\n1:cpuacct,cpu:/docker/x\n0::/\n", {"cpu/cpu.cfs_quota_us": "300000", **PERIOD}, 3),
+        ("1:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", **PERIOD}, 4),
     ],
 )
 def test_the_quota_of_a_cgroup_limits_the_cores(host: Path, cgroup: str, files: dict[str, str], cores: int) -> None:

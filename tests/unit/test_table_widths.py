@@ -39,16 +39,10 @@ PACKAGE = Path(__file__).parents[2] / "sd3_light"
 def evaluation() -> RenderableType:
     """The table of `evaluate --against`, with the values that were cut at 80 columns."""
     values = (Estimate(0.0118, 0.00815, 0.0155), Estimate(0.0465, 0.0416, 0.0514), Estimate(123.456, 9.87, 1250))
-    names = (
-        "true images",
-        "training image, nearest caption, same folder",
-        "runs/a_long_name_of_a_run/exports/step-012345",
-    )
-    rows = {
-        name: Scores(tuple(range(1000)), dict.fromkeys((*METRICS, *COLUMNS), values[row]))
-        for row, name in enumerate(names)
-    }
-    return Measured(cast(Any, range(1000)), 100, rows).table()
+    run = "runs/a_long_name_of_a_run/exports/step-012345"
+    names = ("true images", "training image, nearest caption, same folder", run)
+    scores = [Scores(tuple(range(1000)), dict.fromkeys((*METRICS, *COLUMNS), value)) for value in values]
+    return Measured(cast(Any, range(1000)), 100, dict(zip(names, scores, strict=True))).table()
 
 
 def state() -> RenderableType:
@@ -61,11 +55,8 @@ def state() -> RenderableType:
 def composition() -> RenderableType:
     rates = {demand: 0.01 * number for number, demand in enumerate(DEMANDS, 87)}
     score = SimpleNamespace(num_prompts=1_096, rates=rates, by_kind={"single": {"colour": 0.935}})
-    names = (
-        "untrained: random weights",
-        "pretrained here from random weights: 1,234,567 samples",
-        "runs/b/step-000451",
-    )
+    pretrained = "pretrained here from random weights: 1,234,567 samples"
+    names = ("untrained: random weights", pretrained, "runs/b/step-000451")
     return journeys.score_table({name: cast(CompositionScore, score) for name in names})
 
 
@@ -89,16 +80,14 @@ def run_report(tmp_path: Path) -> RenderableType:
 
 
 def cache_content() -> RenderableType:
-    shards = tuple(
-        ShardEntry(f"s{n}", f"{64 * n}x{2048 - 64 * n}", (64, 64), "images-0", 123_456 * n, 987_654_321, "0", "f")
-        for n in range(1, 20)
-    )
+    sides = [(f"s{n}", f"{64 * n}x{2048 - 64 * n}", (64, 64), "images-0", 123_456 * n) for n in range(1, 20)]
+    shards = tuple(ShardEntry(*values, 987_654_321, "0", "f") for values in sides)
     counts = {"used": 1_234_567, "cropped": 98_765, "rejected: truncated": 12_345, "rejected: no_caption": 1}
     places = {"diffusers_path": "/models/sd3.5/medium", "directory:images-0": "/data/2026-01/images"}
     manifest = Manifest({"text_tokens": "real", "t5_max_length": 256}, shards, shards[0], counts, places)
     tokens = {"clip_l": Counter({9: 12_345, 12: 1}), "t5": Counter({9: 12_345, 123: 4})}
     stats = ShardStats(Counter({7: 12_345, 77: 12}), tokens, Counter({1: 12_345}), Counter({"images": 9}))
-    stats.examples[:] = [
+    stats.examples += [
         "1,234 small stars and 3.14159 moons",
         "三只红色的猫坐在一张很长很长的木头长凳上看着月亮，12 颗星星",
     ]
@@ -141,9 +130,7 @@ def printed(table: RenderableType, width: int, monkeypatch: pytest.MonkeyPatch, 
     return str(capsys.readouterr().out)
 
 
-def test_every_number_is_whole_at_every_width(
-    table: RenderableType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_number_is_whole_at_every_width(table: RenderableType, monkeypatch: Any, capsys: Any) -> None:
     whole = Counter(NUMBER.findall(printed(table, 1000, monkeypatch, capsys)))
     assert len(whole) > 5
     for width in WIDTHS:
@@ -157,9 +144,7 @@ def test_every_number_is_whole_at_every_width(
         assert all("no faults" in line for line in lines), width
 
 
-def test_the_table_of_an_evaluation_is_a_table_at_80_columns(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_of_an_evaluation_is_a_table_at_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     lines = printed(evaluation(), 80, monkeypatch, capsys).splitlines()
     rows = [line.split() for line in lines]
     assert ["true", "images", *["0.0118"] * 6] in rows

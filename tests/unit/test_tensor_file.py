@@ -58,7 +58,6 @@ def test_tensors_differ_by_a_bit_a_shape_or_a_dtype(file: Path) -> None:
 
 
 def with_header(data: bytes, change) -> bytes:  # type: ignore[no-untyped-def]
-    """Return the file with a changed header."""
     end = 8 + int.from_bytes(data[:8], "little")
     entries = json.loads(data[8:end])
     change(entries)

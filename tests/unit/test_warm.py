@@ -62,9 +62,8 @@ def test_variables_that_libraries_read_at_import_start_a_new_interpreter(script:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
 def test_signals_and_death_are_passed_on(script: Path, number: signal.Signals) -> None:
-    script.write_text(
-        f"import os, signal; signal.signal(signal.SIGINT, lambda *_: os._exit(9)); print(os.getpid())\n{WAIT}"
-    )
+    handle = "signal.signal(signal.SIGINT, lambda *_: os._exit(9))"
+    script.write_text(f"import os, signal; {handle}; print(os.getpid())\n{WAIT}")
     process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
     pid = int(process.stdout.readline())
     process.stdout.readline()

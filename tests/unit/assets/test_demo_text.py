@@ -19,17 +19,16 @@ from sd3_light.world.scene import BACKGROUNDS, COLOURS, COUNTS, OBJECT_SIZES, RE
 DEMO = Path(sd3_light.__file__).parent / "assets" / "demo"
 TOKENIZERS = {"tokenizer": CLIPTokenizer, "tokenizer_2": CLIPTokenizer, "tokenizer_3": T5TokenizerFast}
 MAX_LENGTH = 16
+Tokenizers = dict[str, PreTrainedTokenizerBase]
 
 
 @pytest.fixture(scope="module")
-def tokenizers() -> dict[str, PreTrainedTokenizerBase]:
+def tokenizers() -> Tokenizers:
     return {name: kind.from_pretrained(DEMO / name) for name, kind in TOKENIZERS.items()}
 
 
 @pytest.fixture(scope="module", params=["shipped", "learned"])
-def any_tokenizers(
-    request: pytest.FixtureRequest, tokenizers: dict[str, PreTrainedTokenizerBase]
-) -> dict[str, PreTrainedTokenizerBase]:
+def any_tokenizers(request: pytest.FixtureRequest, tokenizers: Tokenizers) -> Tokenizers:
     """The shipped tokenizers, and those that `scripts/demo_parts.py` learns, from fewer captions of training pairs."""
     if request.param == "shipped":
         return tokenizers
@@ -53,9 +52,7 @@ def texts() -> list[str]:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_every_caption_fits_and_has_one_token_per_word(
-    name: str, any_tokenizers: dict[str, PreTrainedTokenizerBase], texts: list[str]
-) -> None:
+def test_every_caption_fits_and_has_one_token_per_word(name: str, any_tokenizers: Tokenizers, texts: list[str]) -> None:
     tokenizer = any_tokenizers[name]
     assert tokenizer.model_max_length == MAX_LENGTH
     rows = tokenizer(texts).input_ids
@@ -71,9 +68,7 @@ def test_every_caption_fits_and_has_one_token_per_word(
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_a_word_has_the_same_token_in_every_context(
-    name: str, any_tokenizers: dict[str, PreTrainedTokenizerBase]
-) -> None:
+def test_a_word_has_the_same_token_in_every_context(name: str, any_tokenizers: Tokenizers) -> None:
     tokenizer = any_tokenizers[name]
     item = Item("circle", "red", "large")
     first = {language: tokenizer(text).input_ids for language, text in scene_captions(_single(item)).items()}

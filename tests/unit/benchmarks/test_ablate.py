@@ -1,4 +1,4 @@
-"""The ablation table without training: rows, what is missing, how it is filled, estimated and printed."""
+"""The ablation table without training: rows, what is missing, how it is filled and printed; errors of means."""
 
 import argparse
 import json
@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from sd3_light.config import UserError
@@ -45,9 +46,8 @@ def bench(scripts: SimpleNamespace, tmp_path: Path) -> SimpleNamespace:
         args = argparse.Namespace(rows=rows or None, seeds=seeds, best=best, table="t", set=[], lane=False)
         return list(scripts.ablate.select(tmp_path, table, args, results))
 
-    return SimpleNamespace(
-        folder=tmp_path, table=table, **{**vars(scripts.ablations), **vars(scripts.ablate), "select": select}
-    )
+    members = {**vars(scripts.ablations), **vars(scripts.ablate), "select": select}
+    return SimpleNamespace(folder=tmp_path, table=table, **members)
 
 
 def result(ablation: Any, right: str = "10", end: float = 0.5, **more: Any) -> dict[str, Any]:
@@ -87,10 +87,8 @@ def test_rows_change_the_tuned_one_and_bring_what_they_need(bench: SimpleNamespa
     (tmp_path / "loop.toml").write_text('[rows.a]\nlike = "b"\n[rows.b]\nlike = "a"\n', encoding="utf-8")
     with pytest.raises(UserError, match="no row 'a', or it is like itself"):
         bench.read_table(tmp_path / "loop.toml")
-    assert names(bench.select("split", seeds=(1, 3))) == [
-        *("base-1", "fast-1", "split-1"),
-        *("base-3", "fast-3", "split-3"),
-    ]
+    expected = [f"{name}-{seed}" for seed in (1, 3) for name in ("base", "fast", "split")]
+    assert names(bench.select("split", seeds=(1, 3))) == expected
     assert names(bench.select("grown")) == ["base-1", "grown-1"]
     assert names(bench.select("s*")) == ["base-1", "slow-1", "fast-1", "split-1"]
     with pytest.raises(UserError, match="has no row quick; it has base, fast"):
@@ -171,9 +169,7 @@ def test_a_row_that_fails_does_not_stop_the_others(bench: SimpleNamespace, monke
 
 
 @pytest.mark.parametrize("left", [-1.0, 60.0])
-def test_a_row_that_the_deadline_cuts_is_not_kept(
-    bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, left: float
-) -> None:
+def test_a_row_that_the_deadline_cuts_is_not_kept(bench: SimpleNamespace, monkeypatch: Any, left: float) -> None:
     calls: list[float | None] = []
     stub: Callable[..., None] = lambda self, deadline, keep=False: calls.append(deadline)  # noqa: E731
     monkeypatch.setattr(bench.Ablation, "run", stub)
@@ -245,9 +241,7 @@ def test_gains_are_what_the_base_needs_for_the_same_score(bench: SimpleNamespace
     assert "fast" not in bench.gain_table(entries, bench.table, ["sl*"], 0.9)
 
 
-def test_gains_are_printed_without_training(
-    bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gains_are_printed_without_training(bench: SimpleNamespace, monkeypatch: Any, capsys: Any) -> None:
     file = bench.folder / "kept.jsonl"
     for ablation, end in zip(bench.select("fast"), (0.5, 1.0), strict=True):
         bench.keep_result(file, result(ablation, end=end))
@@ -256,3 +250,64 @@ def test_gains_are_printed_without_training(
     bench.main()
     assert capsys.readouterr().out.splitlines()[2:] == ["| fast | 1 | 1.000 | 0.500 | 2.00 | 2.00 |"]
     assert not (bench.folder / "runs").exists()
+
+
+def test_differences_of_seeds_have_their_errors(scripts: SimpleNamespace) -> None:
+    table = scripts.ablations.differences({1: [True, True], 3: [False, False]}, {3: [True, False], 2: [True, True]})
+    assert table.tolist() == [[-1.0, 0.0]]
+    assert scripts.ablations.compare(scripts.ablations.differences({1: [True, True]}, {2: [True, True]})) is None
+    table = np.array([[1.0, 0.0, 0.0, 0.0]])  # variance 1/4 over 4 prompts
+    alone, pooled = scripts.ablations.compare(table), scripts.ablations.compare(table, 0.01)
+    assert (alone.mean, alone.error, alone.verdict) == (0.25, None, "undecided")
+    assert pooled.error == pytest.approx((0.01 + 0.25 / 4) ** 0.5)
+    assert scripts.ablations.compare(np.ones((1, 4)), 0.0).verdict == "undecided"
+    table = np.array([[1.0, 0.0, 0.0, 0.0]] * 3)
+    assert scripts.ablations.seed_variance(table) == pytest.approx(0.0)
+    assert scripts.ablations.compare(table).error == pytest.approx((0.25 / 4) ** 0.5)
+    table = np.array([[1.0] * 8, [0.0] * 8])
+    assert scripts.ablations.seed_variance(table) == pytest.approx(0.5)
+    found = scripts.ablations.compare(table)
+    assert (found.mean, found.error, found.seeds) == (0.5, pytest.approx(0.5), 2)
+    agreeing, differing = np.array([[1.0, 0.0] * 50] * 2), np.array([[1.0] * 8, [0.0] * 8, [0.0] * 8])
+    pooled = scripts.ablations.pooled_seed_variance([agreeing, differing, np.ones((1, 4))])
+    assert pooled == pytest.approx((0 * 1 + 1 / 3 * 2) / 3)
+    assert scripts.ablations.compare(agreeing).verdict == "better"
+    assert scripts.ablations.compare(agreeing, pooled).verdict == "undecided"
+    assert scripts.ablations.pooled_seed_variance([np.ones((1, 4))]) is None
+
+
+@pytest.mark.parametrize(
+    ("mean", "error", "seeds", "verdict"),
+    [
+        (0.20, 0.1, 2, "better"),
+        (-0.20, 0.1, 2, "worse"),
+        (0.19, 0.1, 2, "undecided"),
+        (0.9, 0.1, 1, "undecided"),
+        (0.0, 0.0, 3, "undecided"),
+        (0.9, None, 2, "undecided"),
+    ],
+)
+def test_a_verdict_needs_two_seeds(scripts: Any, mean: float, error: float | None, seeds: int, verdict: str) -> None:
+    assert scripts.ablations.Difference(mean, error, seeds).verdict == verdict
+
+
+def test_the_error_is_the_spread_of_repeated_experiments(scripts: SimpleNamespace) -> None:
+    rng = np.random.default_rng(0)
+    means, errors = [], []
+    for _ in range(400):
+        seeds, prompts = rng.normal(0, 0.05, (4, 1)), rng.normal(0, 0.3, (1, 100))
+        found = scripts.ablations.compare(seeds + prompts + rng.normal(0, 0.4, (4, 100)))
+        means.append(found.mean)
+        errors.append(found.error**2)
+    assert np.mean(errors) == pytest.approx(np.var(means), rel=0.15)
+    assert np.mean(errors) == pytest.approx(0.05**2 / 4 + 0.3**2 / 100 + 0.4**2 / 400, rel=0.1)
+
+
+def test_means_shares_and_steps(scripts: SimpleNamespace) -> None:
+    assert scripts.basics.spread([0.5, 0.7], 2) == "0.60 ±0.10"
+    assert scripts.basics.spread([1.0], 3) == "1.000"
+    assert scripts.basics.percent([0.5, 0.7], 100) == "60.0 ± 10.0"
+    assert scripts.basics.percent([0.5], 100) == "50.0 ± 5.0"
+    fit = scripts.basics.steps_that_fit
+    assert fit(lambda steps: 5 + 0.5 * steps, (4, 20), 1.0) == 120
+    assert fit(lambda steps: 5 + 0.5 * steps, (4, 20), 0.0) == 20, "those that were run"

@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -57,9 +58,7 @@ def test_failures_of_lanes_are_reported_and_end_the_daemon(scripts: SimpleNamesp
 
 
 @pytest.mark.parametrize("how", ["absent", "fails", "unwanted"])
-def test_without_the_daemon_lanes_share_the_gpu_plainly(
-    scripts: SimpleNamespace, daemon: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+def test_lanes_without_the_daemon(scripts: Any, daemon: Path, tmp_path: Path, monkeypatch: Any, how: str) -> None:
     monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
     monkeypatch.setenv("MPS_CODE", "1" if how == "fails" else "0")
     if how == "absent":
@@ -86,9 +85,7 @@ def test_lanes_end_at_the_deadline(scripts: SimpleNamespace, tmp_path: Path, mon
     wait_until(lambda: not state.exists() or state.read_text(encoding="utf-8").split()[2] == "Z")
 
 
-def test_a_run_list_gives_its_commands_the_daemon(
-    scripts: SimpleNamespace, daemon: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_list_uses_the_daemon(scripts: SimpleNamespace, daemon: Path, tmp_path: Path, monkeypatch: Any) -> None:
     script = tmp_path / "write.py"
     script.write_text(WRITE, encoding="utf-8")
     run_line = f"{sys.executable} {script} {{out}}/pipe"

@@ -22,29 +22,24 @@ SHIPPED = tomllib.loads((ROOT / "benchmarks" / "gpu_runs.toml").read_text(encodi
 ENTRIES = [entry for entries in SHIPPED.values() for entry in entries]
 
 
-def summary(tmp_path: Path, entries: list[dict[str, object]], minutes: float) -> str:
-    (tmp_path / "list.toml").write_text(tomli_w.dumps({"x": entries}), encoding="utf-8")
-    words = ["list.toml", "out", "--group", "x", "--minutes", str(minutes)]
+def summary(tmp_path: Path, groups: dict[str, list[dict[str, object]]], minutes: float, *words: str) -> str:
+    (tmp_path / "list.toml").write_text(tomli_w.dumps(groups), encoding="utf-8")
+    words = ("list.toml", "out", "--group", *groups, "--minutes", str(minutes), *words)
     subprocess.run([sys.executable, str(SCRIPT), *words], cwd=tmp_path, check=True, capture_output=True)
     return (tmp_path / "out" / "summary.txt").read_text(encoding="utf-8")
 
 
 def test_a_command_keeps_its_output_and_its_exit_code(tmp_path: Path) -> None:
-    text = summary(tmp_path, [{"run": "python -c 'import sys; print(sys.argv[1]); sys.exit(3)' {out}"}], 10)
+    entry = {"run": "python -c 'import sys; print(sys.argv[1]); sys.exit(3)' {out}"}
+    text = summary(tmp_path, {"x": [entry]}, 10)
     assert text.startswith("## 1 exit code 3, ")
     assert (tmp_path / "out" / "1" / "output.txt").read_text(encoding="utf-8") == f"{tmp_path}/out/1\n"
 
 
 def test_commands_end_at_their_limit_with_what_they_started(tmp_path: Path) -> None:
-    text = summary(
-        tmp_path,
-        [
-            {"run": "sh -c 'echo on; sleep 987 & sleep 987'", "seconds": 3, "needs": 0},
-            {"run": "sleep 988", "lane": "b", "needs": 0},
-            {"run": "true", "lane": "b", "needs": 999},
-        ],
-        0.1,
-    )
+    first = {"run": "sh -c 'echo on; sleep 987 & sleep 987'", "seconds": 3, "needs": 0}
+    others = [{"run": "sleep 988", "lane": "b", "needs": 0}, {"run": "true", "lane": "b", "needs": 999}]
+    text = summary(tmp_path, {"x": [first, *others]}, 0.1)
     assert "## 1 out of time, " in text
     assert "on\n" in text
     assert "## 2 out of time, " in text
@@ -57,9 +52,7 @@ def test_groups_run_one_after_another_and_results_are_packed(tmp_path: Path) -> 
     wait = "import pathlib, sys, time; time.sleep(1); pathlib.Path(sys.argv[1], 'kept.json').write_text('1')"
     late = "import pathlib, sys; print(pathlib.Path(sys.argv[1], '../1/kept.json').exists())"
     groups = {"x": [{"run": f'python -c "{wait}" {{out}}'}], "y": [{"run": f'python -c "{late}" {{out}}', "lane": "b"}]}
-    (tmp_path / "list.toml").write_text(tomli_w.dumps(groups), encoding="utf-8")
-    words = ["list.toml", "out", "--group", "x", "y", "--minutes", "9", "--pack", "packed"]
-    subprocess.run([sys.executable, str(SCRIPT), *words], cwd=tmp_path, check=True, capture_output=True)
+    summary(tmp_path, groups, 9, "--pack", "packed")
     assert (tmp_path / "out" / "2" / "output.txt").read_text(encoding="utf-8") == "True\n"
     assert {path.name for path in (tmp_path / "packed").iterdir()} == {"summary.txt", "results.tar.gz"}
     with tarfile.open(tmp_path / "packed" / "results.tar.gz") as archive:
@@ -105,9 +98,7 @@ def parsed(script: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> Na
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=[entry["run"][:60] for entry in ENTRIES])
-def test_the_shipped_commands_parse(
-    entry: dict[str, Any], scripts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_shipped_commands_parse(entry: dict[str, Any], scripts: SimpleNamespace, monkeypatch: Any) -> None:
     scripts.run_list.Entry(1, folder=ROOT, **entry)
     program, script, *words = shlex.split(entry["run"].replace("{out}", "out"))
     assert program == "python"

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,9 +82,7 @@ def test_hooks_run_in_every_pass(compiled: list[int]) -> None:
     assert len(compiled) == 1
 
 
-def test_blocks_that_cannot_be_compiled_run_as_they_are_and_are_named_once(
-    compiled: list[int], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_blocks_that_do_not_compile_run_and_are_named_once(compiled: list[int], monkeypatch: Any, capfd: Any) -> None:
     def fail(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> None:
         raise RuntimeError("no code for it\nand more")
 
@@ -104,9 +103,7 @@ def test_blocks_that_cannot_be_compiled_run_as_they_are_and_are_named_once(
     assert "no code for it" not in line, "only the first line of the reason"
 
 
-def test_other_records_of_the_compiler_stay_and_failures_are_named_once(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_other_records_of_the_compiler_stay_and_failures_are_named_once(monkeypatch: Any, capfd: Any) -> None:
     error = (RuntimeError, RuntimeError("no code"), None)
     for level, details in ((logging.ERROR, None), (logging.INFO, error)):
         assert compiling._name_failure(logging.LogRecord("dynamo", level, "", 1, "text", None, details))
@@ -139,9 +136,7 @@ def test_a_machine_without_a_compiler_is_named(monkeypatch: pytest.MonkeyPatch) 
     assert why_not_compiled(torch.device("cpu")) == "torch.compile does not work here (RuntimeError)"
 
 
-def test_compiled_code_is_kept_in_the_folder_or_the_cache_of_the_user(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_code_is_kept_in_the_folder_or_the_cache_of_the_user(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(COMPILED_CODE, raising=False)
     (tmp_path / "sd3_light").write_text("a file", encoding="utf-8")

@@ -47,8 +47,6 @@ class Blocks(nn.Module):
 
 
 class Model(TrainedModel):
-    """Counts its passes."""
-
     passes = 0
 
     def predict(self, batch: Batch, taps: Sequence[int] = ()) -> Prediction:
@@ -103,9 +101,6 @@ def require_exact_resume(build: Callable[[], tuple[Model, TorchEngine]]) -> dict
     assert list(expected) == list(resumed)
     assert all(torch.equal(expected[name], resumed[name]) for name in expected)
     return expected
-
-
-# --- heads: features of a block towards a column of the cache (REPA) ---------------------------
 
 
 class Projector(nn.Module):
@@ -163,9 +158,6 @@ def test_a_head_follows_its_features_into_bfloat16() -> None:
     assert objective.head("projector", tokens).dtype == torch.bfloat16
 
 
-# --- a second trained network ------------------------------------------------------------------
-
-
 class Critic(Objective):
     """A critic tells predictions from targets, every second step and at its own rate; the denoiser deceives it."""
 
@@ -202,9 +194,6 @@ def test_a_second_network_has_its_own_optimizer_rate_and_interval() -> None:
     assert not any("critic" in name for name in engine.weights)
     assert critic.grad is None
     require_exact_resume(build)
-
-
-# --- a teacher that is the run's average -------------------------------------------------------
 
 
 class Distillation(Objective):
@@ -286,9 +275,6 @@ def test_the_average_stays_in_place_between_the_passes_of_a_draw(monkeypatch: py
     assert all(torch.equal(before[name], weight) for name, weight in engine.weights.items())
 
 
-# --- batches that the run draws ------------------------------------------------------------------
-
-
 class Rewarded(Objective):
     """Trains on what the model itself draws before the step, weighted by a reward."""
 
@@ -326,9 +312,6 @@ def test_batches_that_the_run_draws_are_exact_on_resume() -> None:
     assert not drawn["reward"].requires_grad
 
 
-# --- a time per token --------------------------------------------------------------------------
-
-
 class TokenTimes(Objective):
     """Every token has its own time: those of the upper half are the sample's, the others are clean."""
 
@@ -359,9 +342,6 @@ def test_a_time_per_token() -> None:
     assert video[0, 1, 1].tolist() == [[6.0, 6, 7, 7, 8, 8]] * 2 + [[9.0, 9, 10, 10, 11, 11]] * 2
 
 
-# --- several objectives ------------------------------------------------------------------------
-
-
 class Twice(Objective):
     """Reads the batch's own prediction and one of another batch."""
 
@@ -386,13 +366,8 @@ def test_objectives_share_the_pass_of_their_batch() -> None:
 
 def test_what_pipelines_cannot_run() -> None:
     assert Objectives([FlowMatching()]).why_whole() is None
-    reasons = {
-        "heads": Alignment(WIDTH, 3),
-        "other networks": Critic(),
-        "a teacher": Distillation(),
-        "its own batches": Rewarded(),
-        "several passes": Twice(),
-    }
+    reasons = {"heads": Alignment(WIDTH, 3), "other networks": Critic(), "a teacher": Distillation()}
+    reasons |= {"its own batches": Rewarded(), "several passes": Twice()}
     for reason, part in reasons.items():
         assert Objectives([FlowMatching(), part]).why_whole() == reason
 

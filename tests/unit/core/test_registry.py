@@ -70,9 +70,6 @@ except UserError:
     assert done.stdout.strip() == "[]"
 
 
-# --- by name and by folder ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("file", "kind"),
     [

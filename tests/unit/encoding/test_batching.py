@@ -5,20 +5,11 @@ import random
 import numpy as np
 import pytest
 
-from sd3_light.encoding.batching import (
-    LENGTH_MULTIPLE,
-    REFERENCE_PIXELS,
-    image_batches,
-    length_batches,
-    padded_batches,
-    ranges,
-    row_starts,
-)
+from sd3_light.encoding import batching
+from sd3_light.encoding.batching import LENGTH_MULTIPLE, REFERENCE_PIXELS, image_batches, length_batches, ranges
 
 
-@pytest.mark.parametrize(
-    ("side", "size"), [(64, 32), (256, 32), (512, 8), (1024, 2), (2048, 1), (8192, 1)], ids=lambda value: str(value)
-)
+@pytest.mark.parametrize(("side", "size"), [(64, 32), (256, 32), (512, 8), (1024, 2), (2048, 1), (8192, 1)])
 def test_image_batches_are_limited_by_area_and_batch_size(side: int, size: int) -> None:
     batches = image_batches(70, side, side, 32)
     assert [number for rows in batches for number in range(70)[rows]] == list(range(70))
@@ -28,7 +19,7 @@ def test_image_batches_are_limited_by_area_and_batch_size(side: int, size: int) 
 
 
 def test_padded_captions_keep_their_order() -> None:
-    batches = padded_batches([16] * 7, 3)
+    batches = batching.padded_batches([16] * 7, 3)
     assert [batch.members for batch in batches] == [(0, 1, 2), (3, 4, 5), (6,)]
     assert {batch.length for batch in batches} == {16}
 
@@ -44,9 +35,8 @@ def test_every_caption_is_in_one_batch_of_similar_lengths_within_the_budget(seed
     for batch in batches:
         most = max(lengths[number] for number in batch.members)
         assert most <= batch.length <= longest
-        assert batch.length == longest or (
-            batch.length % LENGTH_MULTIPLE == 0 and batch.length - most < LENGTH_MULTIPLE
-        )
+        is_rounded = batch.length % LENGTH_MULTIPLE == 0 and batch.length - most < LENGTH_MULTIPLE
+        assert batch.length == longest or is_rounded
         assert len(batch.members) == 1 or len(batch.members) * batch.length <= budget
     ordered = [lengths[number] for batch in batches for number in batch.members]
     assert ordered == sorted(lengths, reverse=True)
@@ -64,7 +54,7 @@ def test_padding_may_exceed_the_longest_caption_without_a_limit() -> None:
 
 def test_real_rows_are_moved_from_a_batch_to_the_rows_of_all_captions() -> None:
     lengths = [3, 1, 2]
-    starts = row_starts(lengths)
+    starts = batching.row_starts(lengths)
     assert starts.tolist() == [0, 3, 4, 6]
     # captions 2 and 0, padded to four tokens; values are caption x 10 + token
     batch = np.array([20, 21, -1, -1, 0, 1, 2, -1])

@@ -72,9 +72,6 @@ def test_index_and_all_files_of_sharded_weights_are_hashed(parts: Path) -> None:
     assert changed(before, parts) == {"text_encoder_3"}
 
 
-# --- known hashes --------------------------------------------------------------------------------
-
-
 MODIFIED_NS = 10**18
 
 

@@ -80,9 +80,6 @@ def test_weights_are_counted_once_without_their_variants(tmp_path: Path) -> None
     assert weight_bytes(tmp_path / "whole", torch.float32) == 60
 
 
-# --- the modules -----------------------------------------------------------------------------------
-
-
 class Loads:
     """Loaders of two small modules, with a record of (name, device)."""
 
@@ -157,9 +154,7 @@ class Layers(nn.Module):
 
 
 @pytest.mark.parametrize("free", [None, 1 << 40, 1 << 30])
-def test_a_module_that_does_not_fit_alone_runs_layer_by_layer(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], free: int | None
-) -> None:
+def test_a_module_that_does_not_fit_alone_runs_layer_by_layer(monkeypatch: Any, capsys: Any, free: int | None) -> None:
     monkeypatch.setattr(placement, "free_memory", lambda device: free)
     loaders = {"text": lambda device: Layers(), "vae": lambda device: Layers()}
     modules = PlacedModules(loaders, torch.device("cpu"), one_at_a_time=True, by_layer=["text"])

@@ -1,10 +1,16 @@
-"""Rank and world size under every launcher and without one."""
+"""Ranks, world size and CPU threads under every launcher and without one."""
+
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from sd3_light.config.faults import UserError
-from sd3_light.engines import Launch
+from sd3_light.engines import Launch, cpu_threads
+from sd3_light.engines.cpu_threads import FLOPS_PER_THREAD, limit_threads, use_training_threads
+
+MUCH = 1000 * FLOPS_PER_THREAD
 
 
 @pytest.fixture(autouse=True)
@@ -27,9 +33,7 @@ def test_launchers_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not Launch.detect().is_main
 
 
-def test_the_deepspeed_launcher_is_detected_by_its_argument_and_leftovers_ignored(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_deepspeed_launcher_is_detected_by_its_argument_and_leftovers_ignored(monkeypatch: Any) -> None:
     for left_over in ({"WORLD_SIZE": "8"}, {"RANK": "nonsense"}, {"RANK": "11", "WORLD_SIZE": "16", "LOCAL_RANK": "3"}):
         set_variables(monkeypatch, **left_over)
         assert Launch.detect() == Launch()
@@ -61,9 +65,7 @@ def test_each_launcher_sets_the_number_of_processes_per_machine(monkeypatch: pyt
         ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE='0'"),
     ],
 )
-def test_an_invalid_environment_is_a_user_error_that_names_the_variable(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], named: str
-) -> None:
+def test_an_invalid_environment_names_the_variable(monkeypatch: Any, variables: dict[str, str], named: str) -> None:
     set_variables(monkeypatch, TORCHELASTIC_RUN_ID="none", **variables)
     with pytest.raises(UserError, match=named):
         Launch.detect()
@@ -84,3 +86,35 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("world", "stages", "idle"), [(2, 1, []), (2, 2, []), (4, 4, [1, 2]), (6, 3, [2, 3])])
 def test_only_the_first_and_last_stage_read_data(world: int, stages: int, idle: list[int]) -> None:
     assert [rank for rank in range(world) if not Launch(rank, rank, world).reads_data(stages)] == idle
+
+
+@pytest.fixture(autouse=True)
+def _eight_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine with 8 cores, of which torch takes 3 threads, and no variable set."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(cpu_threads, "usable_cores", lambda: 8)
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(1)
+
+
+def test_training_uses_the_threads_that_its_work_is_worth_within_the_cores_of_a_process() -> None:
+    limit_threads(1)
+    assert torch.get_num_threads() == 3, "never raised"
+    limit_threads(4)
+    assert torch.get_num_threads() == 2
+    limit_threads(100)
+    assert torch.get_num_threads() == 1
+    few = int(2.9 * FLOPS_PER_THREAD)  # not enough work for more
+    for flops, processes, threads in ((MUCH, 1, 8), (MUCH, 2, 4), (MUCH, 16, 1), (few, 1, 2), (1, 1, 1)):
+        assert use_training_threads(flops, processes) == threads == torch.get_num_threads()
+
+
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])
+def test_the_environment_takes_precedence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user sets it, or torchrun for several processes."""
+    monkeypatch.setenv(name, "3")
+    limit_threads(8)
+    assert use_training_threads(MUCH, 1) is None
+    assert torch.get_num_threads() == 3

@@ -1,11 +1,13 @@
-"""Error messages about processes that do not connect or are lost, and process group settings."""
+"""Errors as one line, also of processes that do not connect or are lost; settings of process groups."""
 
 import multiprocessing
 import os
 import resource
 import socket
+import struct
 import subprocess
 import sys
+import zlib
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,16 +17,57 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sd3_light.config.faults import UserError
+from sd3_light.config import SIZES
+from sd3_light.config.faults import PeerLost, UserError
 from sd3_light.engines import Launch, processes
-from sd3_light.engines.errors import explain_runtime_errors
+from sd3_light.engines.errors import as_user_error, explain_runtime_errors
 from sd3_light.engines.processes import ProcessGroups, apply_timeout, lost_peer, start_process_group
+from sd3_light.engines.protocol import assign_writers
 from tests.waiting import HANG_SECONDS
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8 GiB.\nOf the allocated"
 CPU = torch.device("cpu")
-ROOT = Path(__file__).parents[3]
 GLOO = "[/__w/pytorch/third_party/gloo/gloo/transport/tcp/"
 ADVICE = " This is typically caused by a remote worker crashing. Check the logs."
+_EXIT_SCRIPT = """
+import atexit
+import torch, torch.distributed as dist
+from sd3_light.engines.processes import abort_process_group, open_default_group
+atexit.register(lambda: print("left" if not dist.is_initialized() else "still there"))
+open_default_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+open_default_group("gloo", store=None)  # it exists already
+"""
+
+
+@pytest.mark.parametrize(
+    "error", [AssertionError("odd"), EOFError(), RuntimeError("shapes\nand more"), struct.error("odd"), zlib.error("x")]
+)
+def test_errors_of_user_code_name_it(error: Exception) -> None:
+    message = rf"^draw raised {type(error).__name__}.*; fix it$"
+    with pytest.raises(UserError, match=message) as raised, as_user_error("draw"):
+        raise error
+    assert raised.value.__cause__ is error
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (torch.OutOfMemoryError(MEMORY), UserError, "Tried to allocate 2.00 GiB; lower batch_size (and raise"),
+        (RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:5] closed"), PeerLost, "lost another"),
+    ],
+)
+def test_errors_of_the_machine_are_not_user_code_errors(error: Exception, kind: type[UserError], message: str) -> None:
+    for block in (as_user_error("unit Encode"), explain_runtime_errors()):
+        with pytest.raises(kind) as raised, block:
+            raise error
+        assert message in str(raised.value)
+        assert "fix it" not in str(raised.value)
+        assert "\n" not in str(raised.value)
+
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(
@@ -70,9 +113,8 @@ def test_a_failed_rendezvous_names_address_timeout_and_remedy(monkeypatch: pytes
         start_process_group(Launch(1, 1, 2), CPU, 7.0)
     text = str(raised.value)
     assert timeouts == [7.0]
-    assert text.startswith(
-        f"rank 1 of 2 on {socket.gethostname()} could not connect to the other ranks at 10.0.0.9:29500 within"
-    )
+    who = f"rank 1 of 2 on {socket.gethostname()}"
+    assert text.startswith(f"{who} could not connect to the other ranks at 10.0.0.9:29500 within")
     assert "dist_timeout_sec = 7 (The client socket has failed to connect to any network address of (10.0.0.9" in text
     assert "[10f::]" not in text, "torch misprints this address"
     assert "GLOO_SOCKET_IFNAME" in text
@@ -100,9 +142,7 @@ def test_a_failed_rendezvous_names_address_timeout_and_remedy(monkeypatch: pytes
         (1024, resource.RLIM_INFINITY, resource.RLIM_INFINITY, []),
     ],
 )
-def test_the_open_file_limit_rises(
-    monkeypatch: pytest.MonkeyPatch, world: int, soft: int, hard: int, expected: list[int]
-) -> None:
+def test_the_open_file_limit_rises(monkeypatch: Any, world: int, soft: int, hard: int, expected: list[int]) -> None:
     limits_set: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: limits_set.append(limits))
@@ -154,16 +194,6 @@ def test_all_ranks_know_the_first_problem(tmp_path: Path) -> None:
     assert ProcessGroups().first_problem("own") == "own"
 
 
-_EXIT_SCRIPT = """
-import atexit
-import torch, torch.distributed as dist
-from sd3_light.engines.processes import abort_process_group, open_default_group
-atexit.register(lambda: print("left" if not dist.is_initialized() else "still there"))
-open_default_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-open_default_group("gloo", store=None)  # it exists already
-"""
-
-
 @pytest.mark.parametrize(
     ("end", "output", "code"),
     [("", "left", 0), ("abort_process_group()", "still there", 0), ("raise OSError", "still there", 1)],
@@ -176,3 +206,18 @@ def test_a_process_destroys_its_group_at_exit_or_fails(tmp_path: Path, end: str,
     command = [sys.executable, str(script)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=HANG_SECONDS)
     assert (done.stdout.strip(), done.returncode) == (output, code), done.stderr
+
+
+@pytest.mark.parametrize("writers", [1, 2, 8])
+def test_writers_get_about_the_same_size(writers: int) -> None:
+    """Weights and biases alternate in a model: by index, one of two writers would write nearly everything."""
+    layers = SIZES["sd3_light"].linear_layers().values()
+    sizes = [size for inputs, outputs in layers for size in (inputs * outputs, outputs)]
+    assigned = assign_writers(sizes, writers)
+    totals = [0] * writers
+    for size, writer in zip(sizes, assigned, strict=True):
+        totals[writer] += size
+    assert max(totals) < 1.05 * sum(sizes) / writers
+    assert assigned == assign_writers(sizes, writers)
+    assert sorted(assign_writers([5, 1], 4)) == [0, 1]
+    assert assign_writers([], 2) == []

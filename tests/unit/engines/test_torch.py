@@ -80,9 +80,6 @@ def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     return set(first) == set(second) and all(torch.equal(first[name], second[name]) for name in first)
 
 
-# --- a step ------------------------------------------------------------------------------------
-
-
 def real_engine(folder: Path, fast: bool = False) -> TorchEngine:
     """Return an engine with a tiny denoiser without zero weights, so that every weight trains."""
     transformer = perturbed(SIZES["tiny2"].transformer_config())
@@ -195,9 +192,6 @@ def test_gradients_are_reset_between_steps(make: Callable[..., TorchEngine]) -> 
         make().train_step([line_batch(0, 8), line_batch(0, 4)], 1e-3)
 
 
-# --- skipped steps -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("poison", "where"), [(float("nan"), 0), (float("inf"), -1)])
 def test_a_non_finite_loss_changes_nothing(make: Callable[..., TorchEngine], poison: float, where: int) -> None:
     engine, undisturbed = make(), make()
@@ -222,9 +216,6 @@ def test_a_non_finite_loss_changes_nothing(make: Callable[..., TorchEngine], poi
     assert not math.isfinite(result.grad_norm)
     assert not result.taken
     assert equal(snapshot(engine), before)
-
-
-# --- state -------------------------------------------------------------------------------------
 
 
 def test_the_state_is_named_exists_early_and_resumes_bit_for_bit(make: Callable[..., TorchEngine]) -> None:
@@ -269,9 +260,6 @@ def test_pieces_averages_and_norms_are_those_of_the_weights(make: Callable[..., 
     gathered["bias"].zero_()
     assert average["bias"].tolist() == [1.0, 1.0], "a copy"
     assert float(make().weight_norm()) == pytest.approx(math.sqrt(6 * 0.25))
-
-
-# --- trainable weights -------------------------------------------------------------------------
 
 
 def test_weights_are_float32_stock_and_perhaps_frozen(tmp_path: Path) -> None:

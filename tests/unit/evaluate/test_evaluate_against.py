@@ -101,19 +101,15 @@ def test_other_judges_groups_and_missing_models(folder: Path, tmp_path: Path) ->
     assert scores["retrieval"] is None
     assert all(scores[metric] is not None for metric in (*METRICS, *COLUMNS) if metric != "retrieval")
     # held-out images are in folders of the same names as those of training.
-    (tmp_path / "both.toml").write_text(
-        f'resolutions = [16]\n[[directory]]\npath = "{folder}/train/round"\n'
-        f'[[directory]]\npath = "{folder}/held_out/flat"\n'
-    )
+    tables = [f'[[directory]]\npath = "{folder / part}"\n' for part in ("train/round", "held_out/flat")]
+    (tmp_path / "both.toml").write_text("resolutions = [16]\n" + "".join(tables))
     options = AgainstOptions(training=tmp_path / "both.toml")
     measured = against.run([folder / "good"], folder / "data.toml", folder, options)
     assert measured.scores[BY_CAPTION_IN_GROUP].estimates["psnr"].value == 60  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("shares", [True, False])
-def test_a_judge_that_shares_captions_with_the_encoders_is_noted(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], shares: bool
-) -> None:
+def test_a_shared_judge_is_noted(folder: Path, tmp_path: Path, monkeypatch: Any, capsys: Any, shares: bool) -> None:
     monkeypatch.setattr(against, "shares_captions", lambda features: shares)
     with pytest.raises(UserError, match=r"missing\.toml"):
         against.run([folder / "good"], tmp_path / "missing.toml", write_vision(tmp_path))

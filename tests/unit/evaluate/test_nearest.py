@@ -1,4 +1,4 @@
-"""Training images as answers: which are chosen by captions alone, and by the true image."""
+"""The true images of a dataset, and training images as answers: by captions alone, and by the true image."""
 
 import json
 from collections.abc import Sequence
@@ -11,13 +11,38 @@ from PIL import Image
 from torch import Tensor
 
 from sd3_light.evaluate.nearest import BY_CAPTION, BY_CAPTION_IN_GROUP, ORACLE, CaptionIndex, training_answers, words
-from sd3_light.evaluate.truths import Truth
+from sd3_light.evaluate.truths import Truth, load_truths
 from sd3_light.sources.preprocess import Pixels
 
 TRAINING = {
     "flat": {"a red panda, flat style": (10, 0, 0), "a boat, flat style": (20, 0, 0)},
     "ink": {"a panda, ink style": (30, 0, 0), "a black boat, ink style": (40, 0, 0), "一只熊猫，墨水风格": (50, 0, 0)},
 }
+
+
+@pytest.fixture(scope="module")
+def icons(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three images with captions in two languages."""
+    root = tmp_path_factory.mktemp("icons")
+    folder = root / "held_out" / "flat"
+    folder.mkdir(parents=True)
+    for number in range(3):
+        Image.new("RGB", (32, 32), (number * 60, 0, 0)).save(folder / f"{number}.png")
+    captions = {f"{number}.png": [f"concept {number}, flat", f"concept {number}，扁平"] for number in range(3)}
+    (folder / "captions.json").write_text(json.dumps(captions))
+    (root / "held_out.toml").write_text('resolutions = [16, 32]\n[[directory]]\npath = "held_out/flat"\n')
+    return root
+
+
+def test_truths_come_once_at_their_largest_size_in_all_languages(icons: Path) -> None:
+    truths = load_truths(icons / "held_out.toml", 10)
+    assert [truth.size for truth in truths] == [(32, 32)] * 3
+    assert len({truth.path for truth in truths}) == 3
+    assert {truth.group for truth in truths} == {"flat"}
+    assert {"扁平" in truth.caption for truth in truths} == {True, False}
+    some = load_truths(icons / "held_out.toml", 2)
+    assert [truth.path for truth in some] == [truth.path for truth in truths[:2]]
+    assert not list(icons.glob("*.cache"))
 
 
 @pytest.fixture(scope="module")

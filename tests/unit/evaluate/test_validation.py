@@ -1,8 +1,8 @@
-"""The validation loss: every batch at every quantile, read once, independent of the number of workers."""
+"""The validation loss: every sample of every set counts once, at every quantile and fixed time, for any workers."""
 
 import math
 import statistics
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +11,14 @@ from torch.utils.data import Dataset
 
 from sd3_light.core.batch import Batch
 from sd3_light.data.loader import PipelineDataLoader
+from sd3_light.engines import Launch
 from sd3_light.engines.protocol import loss_sums
 from sd3_light.evaluate.validation import FIXED_TIMES, QUANTILES, EvalPreparer, QuantileBatches, validate
+from sd3_light.evaluate.validation_loss import Evaluator
+from sd3_light.flow.timesteps import FixedTime
+from tests.project import NUM_IMAGES, Project
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Numbered(Dataset[Any]):
@@ -34,11 +40,7 @@ class Model:
 
 
 class InPlace(Model):
-    """Prepares into given memory."""
-
-    def prepare_into(
-        self, batch: Any, empty: Callable[..., torch.Tensor], timestep_quantile: float | None = None
-    ) -> Any:
+    def prepare_into(self, batch: Any, empty: Any, timestep_quantile: float | None = None) -> Any:
         prepared = self.prepare_inputs(batch, timestep_quantile)
         number = prepared["number"]
         return prepared.with_values({"number": empty(tuple(number.shape), number.dtype).copy_(number)})
@@ -69,11 +71,8 @@ def test_fixed_times_have_their_own_names_and_mean() -> None:
     losses = validate(PipelineDataLoader(batches, None, 1, EvalPreparer(InPlace())), loss, points=points)
     quantiles = validate(PipelineDataLoader(QuantileBatches(Numbered(), 3), None, 1, EvalPreparer(InPlace())), loss)
     assert {name: value for name, value in losses.items() if name.startswith("flow")} == quantiles
-    assert {name for name in losses if name not in quantiles} == {
-        "fixed",
-        "fixed_se",
-        *(f"fixed@{time}" for time in QUANTILES),
-    }
+    fixed = {"fixed", "fixed_se", *(f"fixed@{time}" for time in QUANTILES)}
+    assert {name for name in losses if name not in quantiles} == fixed
     assert losses["fixed@0.3"] == losses["flow@0.3"], "this model does not tell them apart"
     assert losses["fixed"] == losses["flow"]
 
@@ -92,3 +91,31 @@ def test_ranks_are_summed_and_batches_read_once() -> None:
         validate([], loss)
     values = {"number": torch.ones(1), "quantile": torch.zeros(1), "weight": torch.ones(1)}
     assert math.isnan(validate([Batch(1, values)] * len(QUANTILES), loss)["flow_se"])
+
+
+class Bare:
+    """Prepares nothing but the ids of the samples, and the quantile or time of the batch."""
+
+    def prepare_inputs(self, batch: Any, timestep_quantile: float | None = None) -> Any:
+        point = torch.tensor([isinstance(timestep_quantile, FixedTime), timestep_quantile])
+        return Batch(len(batch["sample_id"]), {"ids": batch["sample_id"], "point": point})
+
+    def prepare_into(self, batch: Any, empty: Any, timestep_quantile: float | None = None) -> Any:
+        return self.prepare_inputs(batch, timestep_quantile)
+
+
+def test_small_buckets_and_fixed_times_are_evaluated(cached_project: Project) -> None:
+    loaded = cached_project.load("small_buckets='drop'", "eval_micro_batch_size_per_gpu=32")
+    loaded = replace(loaded, eval_datasets={"held out": loaded.dataset})
+    engine: Any = None
+    ids: list[int] = []
+    for batch in Evaluator(loaded, Launch(), engine, Bare())._loader("held out"):
+        ids += batch["ids"][batch["weight"].bool()].tolist()
+    assert torch.unique(torch.tensor(ids)).numel() == NUM_IMAGES
+    assert len(ids) == NUM_IMAGES * len(QUANTILES)
+    loaded = cached_project.load("eval_at_fixed_t=true", "eval_micro_batch_size_per_gpu=40")
+    loaded = replace(loaded, eval_datasets={"held out": loaded.dataset})
+    evaluator = Evaluator(loaded, Launch(), engine, Bare())
+    points = [batch["point"].tolist() for batch in evaluator._loader("held out")]
+    both = [pytest.approx([0.0, u]) for u in QUANTILES] + [pytest.approx([1.0, t]) for t in FIXED_TIMES]
+    assert points == both * 3, "every batch at each of them"

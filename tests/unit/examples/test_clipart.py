@@ -108,9 +108,7 @@ def run(clipart: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -
     clipart.main()
 
 
-def test_a_set_without_twins_and_with_groups_on_one_side(
-    clipart: Any, package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_twins_and_whole_groups(clipart: Any, package: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     out = tmp_path / "clipart"
     run(clipart, monkeypatch, out, "--packages", package)
     cells = {cell["file"]: cell for cell in json.loads((out / "cells.json").read_text(encoding="utf-8"))}
@@ -132,9 +130,7 @@ def test_a_set_without_twins_and_with_groups_on_one_side(
     assert f"{COUNT + 7} drawings, {COUNT + 4} with a telling title, {COUNT + 2} that differ" in capsys.readouterr().out
 
 
-def test_another_package_is_refused(
-    clipart: Any, package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_package_is_refused(clipart: Any, package: Path, tmp_path: Path, monkeypatch: Any) -> None:
     (package / clipart.FILE).write_bytes(b"!<arch>\n")
     with pytest.raises(SystemExit, match="has sha256"):
         run(clipart, monkeypatch, tmp_path / "clipart", "--packages", package)

@@ -135,9 +135,8 @@ def test_a_sheet_shows_no_origin_and_its_answers_are_scored(sheet: ModuleType, s
     assert key["orders"][0] != key["orders"][1]
     for judge in (1, 2):
         folder = out / f"judge-{judge}"
-        assert sorted(path.name for path in folder.iterdir()) == [
-            "answers.csv", "page-01.png", "page-02.png", "sheet.html"
-        ]  # fmt: skip
+        expected = ["answers.csv", "page-01.png", "page-02.png", "sheet.html"]
+        assert sorted(path.name for path in folder.iterdir()) == expected
         page = (folder / "sheet.html").read_text()
         assert page.count("<img") == 32
         assert not any(word in page for word in ("runs/a", TRUE, BY_CAPTION))

@@ -63,9 +63,8 @@ def test_masks_and_weights_count_in_the_loss() -> None:
         FlowMatchSFTLoss(outside_mask_weight=1.5)
     # prior preservation: class images count by their weight.
     weights = torch.tensor([1.0, 0.5, 0.0])
-    plain, weighted = (
-        FlowMatchSFTLoss()(lambda noisy, t, values: noisy, values) for values in (batch(), batch(loss_weight=weights))
-    )
+    loss = FlowMatchSFTLoss()
+    plain, weighted = (loss(lambda noisy, *_: noisy, values) for values in (batch(), batch(loss_weight=weights)))
     assert torch.allclose(weighted, plain * weights)
 
 

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,9 +58,7 @@ def test_the_kernel_draws_the_bits_of_its_reference(kernel: ModuleType) -> None:
         assert torch.equal(kernel.draw_normals(*inputs), draw_normals(*inputs))
 
 
-def test_a_kernel_that_draws_other_bits_is_not_used(
-    kernel: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_kernel_that_draws_other_bits_is_not_used(kernel: ModuleType, monkeypatch: Any, capfd: Any) -> None:
     monkeypatch.setitem(sys.modules, "sd3_light.flow.noise_kernel", kernel)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "triton")
     device = DeviceNoise(0, CPU)

@@ -10,15 +10,8 @@ import numpy as np
 import pytest
 
 from sd3_light.config import ModelConfig
-from sd3_light.flow.timesteps import (
-    FixedTime,
-    constant_shift,
-    quantile_to_time,
-    resolution_shift,
-    shift_time,
-    sqrt_shift,
-    times_from_quantiles,
-)
+from sd3_light.flow import timesteps
+from sd3_light.flow.timesteps import FixedTime, quantile_to_time, resolution_shift, shift_time, times_from_quantiles
 
 
 def settings(**keys: Any) -> ModelConfig:
@@ -52,9 +45,9 @@ def test_shifts_are_their_definitions() -> None:
     assert resolution_shift(4096) == pytest.approx(math.exp(1.15))
     assert resolution_shift(2176) == pytest.approx(math.exp(0.825))
     assert resolution_shift(256) < resolution_shift(1024) < resolution_shift(4096)
-    assert constant_shift(settings(), 1024) is None
-    assert constant_shift(settings(flux_shift=True), 1024) is None
-    assert constant_shift(settings(shift=3.0), 1024) == 3.0
+    assert timesteps.constant_shift(settings(), 1024) is None
+    assert timesteps.constant_shift(settings(flux_shift=True), 1024) is None
+    assert timesteps.constant_shift(settings(shift=3.0), 1024) == 3.0
 
 
 def test_times_apply_the_configured_shift() -> None:
@@ -69,7 +62,7 @@ def test_times_apply_the_configured_shift() -> None:
     assert times_from_quantiles(quantiles, 256, uniform) == quantiles
     keys = settings(sqrt_shift=True)
     for tokens, factor in ((64, 0.5), (256, 1.0), (1024, 2.0), (4096, 4.0)):  # the ratio of the sides
-        assert sqrt_shift(tokens) == constant_shift(keys, tokens) == factor
+        assert timesteps.sqrt_shift(tokens) == timesteps.constant_shift(keys, tokens) == factor
         assert times_from_quantiles([0.3], tokens, keys) == [shift_time(quantile_to_time(0.3, "logit_normal"), factor)]
 
 

@@ -105,9 +105,7 @@ def test_nothing_on_the_device_is_kept_for_the_backward_pass() -> None:
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
-def test_small_inputs_stay_and_passes_without_gradients_give_their_memory_back(
-    monkeypatch: pytest.MonkeyPatch, pool: list[int]
-) -> None:
+def test_small_inputs_stay_and_passes_without_gradients_free_their_memory(monkeypatch: Any, pool: list[int]) -> None:
     model = Stack(checkpoint_on_host)
     for _ in range(3):
         model(torch.randn(2, 5, 8))

@@ -35,6 +35,7 @@ from tests.families import deep_compression_vae, save_pipeline
 from tests.project import Project
 
 GIB = 2**30
+LISTED = "the kinds are lora, edit, finetune, reward, pretrain, icons, distill"
 
 
 @pytest.fixture
@@ -70,10 +71,8 @@ def test_every_kind_keeps_the_values_of_its_recipe(name: str) -> None:
     values = TextValues(name, "images", "owner/model", 256, plan, 77, epoch_steps=1000, prompts=prompts)
     text = train_toml(kind, values)
     ours, recipe = tomllib.loads(text), tomllib.loads((RECIPES / f"{kind.recipe}.toml").read_text(encoding="utf-8"))
-    assert (ours["micro_batch_size_per_gpu"], ours["gradient_accumulation_steps"]) == (
-        plan.micro_batch,
-        plan.accumulation,
-    )
+    sizes = (ours["micro_batch_size_per_gpu"], ours["gradient_accumulation_steps"])
+    assert sizes == (plan.micro_batch, plan.accumulation)
     assert tuple(ours.pop("sampling")["prompts"]) == prompts
     changed = {"diffusers_path": "owner/model", "t5_max_length": 77}
     assert ours["model"] == {**recipe["model"], **changed}
@@ -87,9 +86,7 @@ def test_every_kind_keeps_the_values_of_its_recipe(name: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "scheduler", "shift"), [("lora", 1.0, 1.0), ("finetune", 1.5, 1.5), ("icons", 2.0, 3.0)]
 )
-def test_continued_weights_keep_the_shift_of_their_scheduler(
-    tmp_path: Path, images: str, kind: str, scheduler: float, shift: float
-) -> None:
+def test_weights_keep_their_shift(tmp_path: Path, images: str, kind: str, scheduler: float, shift: float) -> None:
     model = Path(shutil.copytree(DEMO, tmp_path / "model"))
     path = model / "scheduler" / "scheduler_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "shift": scheduler}))
@@ -99,9 +96,7 @@ def test_continued_weights_keep_the_shift_of_their_scheduler(
     assert ("as in the model's scheduler" in text) == (shift == scheduler)
 
 
-def test_icons_on_a_cpu_are_planned_for_an_hour(
-    tmp_path: Path, images: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_icons_on_a_cpu_are_planned_for_an_hour(tmp_path: Path, images: str, monkeypatch: Any, capfd: Any) -> None:
     monkeypatch.setattr(check, "cpu_speed", lambda *_: 1e10)
     project = new.run("icons", images, str(DEMO), tmp_path / "cpu")
     train = tomllib.loads(project.train_toml.read_text(encoding="utf-8"))
@@ -185,26 +180,19 @@ def test_less_memory_releases_gradients_then_narrows_weights(tmp_path: Path, ima
         assert table.get("gradient_release", False) == plan.release
         assert table["gradient_clipping"] == (0.0 if plan.release else 1.0)
         assert table["optimizer"].get("weight_dtype") == ("bfloat16" if plan.narrow else None)
-        assert (table["optimizer"]["type"], table["ema"]["enable"]) == (
-            "adamw8bit" if plan.release else "adamw",
-            plan.averages,
-        )
-    assert chosen == {
-        80: (False, False, True),
-        40: (True, False, True),
-        24: (True, True, True),
-        22: (True, False, False),
-        12: (True, True, False),
-    }
+        assert table["optimizer"]["type"] == ("adamw8bit" if plan.release else "adamw")
+        assert table["ema"]["enable"] == plan.averages
+    assert list(chosen) == [80, 40, 24, 22, 12]
+    assert [release for release, _, _ in chosen.values()] == [False, True, True, True, True]
+    assert [narrow for _, narrow, _ in chosen.values()] == [False, False, True, False, True]
+    assert [averages for _, _, averages in chosen.values()] == [True, True, True, False, False]
     without_gpu = choose_memory(medium, train, KINDS["finetune"], ())
     assert without_gpu.samples_per_step == KINDS["finetune"].batch > without_gpu.micro_batch
     several = choose_memory(medium, train, KINDS["finetune"], gpu(12) * 2)
     assert not several.release, "several GPUs shard the weights"
 
 
-def test_all_weights_that_do_not_fit_get_blocks_in_host_memory(
-    tmp_path: Path, images: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_all_weights_that_do_not_fit_get_blocks_in_host_memory(tmp_path: Path, images: str, capfd: Any) -> None:
     project, train, medium = medium_in(tmp_path, images)
     plans = [choose_memory(medium, train, KINDS["finetune"], gpu(gib)) for gib in (12, 10, 8, 1.5)]
     assert [plan.fits for plan in plans] == [True, True, True, False]
@@ -218,18 +206,15 @@ def test_all_weights_that_do_not_fit_get_blocks_in_host_memory(
     assert (table["swap_blocks"], table["gradient_release"]) == (plans[1].swap_blocks, True)
     held = f"# {format_bytes(plans[1].host)} of host memory, for weights and moments that do not fit on the GPU"
     assert held in text
-    train = train.model_copy(
-        update={key: table[key] for key in ("swap_blocks", "gradient_release", "activation_checkpointing")}
-    )
+    keys = ("swap_blocks", "gradient_release", "activation_checkpointing")
+    train = train.model_copy(update={key: table[key] for key in keys})
     setup = replace(medium.setup, swapped=train.swap_blocks, release=True, checkpointing=True, batch=1, ema_tracks=0)
     assert gpu_memory(replace(setup, weight_bytes=2, optimizer="adamw8bit", fast=False)).total <= 10 * GIB
     _report(replace(project, memory=plans[1]))
     assert f"swap_blocks = {plans[1].swap_blocks} (" in capfd.readouterr().err
 
 
-def test_check_agrees_with_a_plan_that_releases_gradients(
-    tmp_path: Path, images: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_agrees_with_a_release_of_gradients(tmp_path: Path, images: str, capfd: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(MemoryChoice, "fits", property(lambda plan: plan.narrow))
     project = new.run("finetune", images, str(DEMO), tmp_path, gpus=gpu(24))
     monkeypatch.undo()
@@ -333,10 +318,7 @@ def test_the_command_prints_the_next_three(tmp_path: Path, images: str, capfd: p
     [
         (["new"], "KIND is missing"),
         (["new", "lora"], "--data FOLDER is missing"),
-        (
-            ["new", "lorra", "--data", "x"],
-            "unknown kind 'lorra'; the kinds are lora, edit, finetune, reward, pretrain, icons, distill",
-        ),
+        (["new", "lorra", "--data", "x"], f"unknown kind 'lorra'; {LISTED}"),
     ],
 )
 def test_missing_arguments_are_named(arguments: list[str], problem: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -344,24 +326,20 @@ def test_missing_arguments_are_named(arguments: list[str], problem: str, capfd: 
     assert problem in capfd.readouterr().err
 
 
-def test_a_terminal_is_asked_and_a_wrong_answer_asked_again(
-    tmp_path: Path, images: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_is_asked_and_a_wrong_answer_asked_again(tmp_path: Path, images: str, monkeypatch: Any) -> None:
     monkeypatch.setattr("sd3_light.cli.new_verb.is_terminal", lambda: True)
     answers = ("icon", "icons", "nowhere", images, str(DEMO))
     result = CliRunner().invoke(app, ["new", "--out", str(tmp_path)], input="\n".join(answers) + "\n")
     assert result.exit_code == 0, result.output
     assert "What do you want to train? [lora]" in result.output
     assert "from about 20 images" in result.output
-    assert "unknown kind 'icon'; the kinds are lora, edit, finetune, reward, pretrain, icons, distill" in result.output
+    assert f"unknown kind 'icon'; {LISTED}" in result.output
     assert "no such file or folder: nowhere" in result.output
     assert (tmp_path / "icons.toml").is_file()
 
 
 @pytest.mark.parametrize(("limit", "has_graphs"), [(1e3, False), (1e15, True)])
-def test_graphs_count_where_training_uses_them(
-    tmp_path: Path, images: str, monkeypatch: pytest.MonkeyPatch, limit: float, has_graphs: bool
-) -> None:
+def test_graphs_count_if_used(tmp_path: Path, images: str, monkeypatch: Any, limit: float, has_graphs: bool) -> None:
     monkeypatch.setattr("sd3_light.cost.graph_choice.LAUNCH_BOUND_FLOPS", limit)
     project = new.run("finetune", images, str(DEMO), tmp_path, gpus=gpu(24))
     estimate = check.run(check.load(project.train_toml))
@@ -486,9 +464,7 @@ def test_an_average_has_a_decay_that_its_run_reaches(affordable: int | None, dec
     assert decay == pytest.approx(0.999 ** (1 / 32), abs=1e-6), "as many samples as with batches of 32"
 
 
-def test_gpus_share_the_batch_of_pretraining(
-    tmp_path: Path, images: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_gpus_share_the_batch_of_pretraining(tmp_path: Path, images: str, monkeypatch: Any, capfd: Any) -> None:
     monkeypatch.setattr("sd3_light.cli.new_verb.visible_gpus", lambda: [])
     common = ["new", "icons", "--data", images, "--model", str(DEMO), "--gpus", "8"]
     assert run_guarded(lambda: app([*common, "--out", str(tmp_path / "none")], standalone_mode=False)) == 2
@@ -564,9 +540,7 @@ def test_new_says_what_a_family_offers(tmp_path: Path, images: str) -> None:
     )
     assert new.run("icons", images, str(DEMO), tmp_path / "icons", resolution=64, gpus=gpu(24)).notes == ()
     *_, warning = new.run("lora", images, str(DEMO), tmp_path / "large", resolution=128, gpus=gpu(24)).notes
-    assert warning.startswith(
-        "warning: 40 of 40 images are smaller than 128 px and are enlarged; a smaller --resolution"
-    )
+    assert warning.startswith("warning: 40 of 40 images are smaller than 128 px and are enlarged; a smaller --res")
 
 
 def test_new_fits_a_model_whose_sides_are_multiples_of_32(tmp_path: Path, images: str) -> None:

@@ -24,9 +24,8 @@ from tests.project import Project
 @pytest.mark.parametrize("images", [20, 5000])
 def test_every_kind_has_validation(name: str, images: int) -> None:
     kind = KINDS[name]
-    values = TextValues(
-        name, "images", "owner/model", 256, MemoryChoice(8, 4, False), 77, epoch_steps=100, images=images
-    )
+    memory = MemoryChoice(8, 4, False)
+    values = TextValues(name, "images", "owner/model", 256, memory, 77, epoch_steps=100, images=images)
     train, data = (tomllib.loads(text(kind, values)) for text in (train_toml, data_toml))
     assert data["validation"] is True
     assert ("eval_every_n_steps" in train) != ("eval_every_n_epochs" in train)
@@ -49,14 +48,10 @@ def test_every_kind_has_validation(name: str, images: int) -> None:
         ("finetune", 1, 20_000, 32_000, 16_000),
     ],
 )
-def test_evaluations_take_a_small_share_of_the_time(
-    name: str, samples: int, images: int, saves: int, evaluations: int
-) -> None:
+def test_evaluations_take_little_time(name: str, samples: int, images: int, saves: int, evaluations: int) -> None:
     """Every export is evaluated; intervals count samples, so a smaller batch has longer ones."""
-    epoch_steps = images // samples
-    values = TextValues(
-        name, "i", "m", 256, MemoryChoice(samples, 1, False), 77, epoch_steps=epoch_steps, images=images
-    )
+    memory = MemoryChoice(samples, 1, False)
+    values = TextValues(name, "i", "m", 256, memory, 77, epoch_steps=images // samples, images=images)
     train = tomllib.loads(train_toml(KINDS[name], values))
     assert (train["save_every_n_steps"], train["eval_every_n_steps"]) == (saves, evaluations)
     points = eval_points(images < 50)

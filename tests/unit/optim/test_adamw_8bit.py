@@ -1,4 +1,4 @@
-"""Moments in 8 bits: what codes keep of a value, moments that follow gradients whose size changes, and the kernel."""
+"""Moments in 8 bits and their draws: what codes keep of a value, moments that follow gradients, and the kernel."""
 
 import importlib.util
 import sys
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -13,16 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sd3_light.optim import adamw_8bit
-from sd3_light.optim.adamw_8bit import (
-    BLOCK,
-    AdamW8bit,
-    Rates,
-    WeightSlice,
-    advance,
-    compress,
-    create_8bit_state,
-    expand,
-)
+from sd3_light.optim.adamw_8bit import BLOCK, AdamW8bit, Rates, WeightSlice, compress, create_8bit_state, expand
+from sd3_light.optim.draws import StepDraws, round_stochastically
 from tests.modules import emulated_kernel
 
 CPU = torch.device("cpu")
@@ -111,7 +104,7 @@ def test_the_kernel_advances_as_its_reference(kernel: ModuleType, dtype: torch.d
     rates = Rates(1e-2, 0.1, (0.9, 0.99), 1e-8, torch.tensor([0.1, 0.01]), torch.zeros(()))
     actual, expected = copy(piece), copy(piece)
     kernel.advance(actual, rates)
-    advance(expected, rates)
+    adamw_8bit.advance(expected, rates)
     tolerance = 1e-4 if dtype == torch.float32 else 2**-7
     assert torch.allclose(actual.values.float(), expected.values.float(), rtol=tolerance, atol=1e-5)
     assert (actual.values == expected.values).float().mean() > (0.3 if dtype == torch.float32 else 0.99)
@@ -124,9 +117,7 @@ def test_the_kernel_advances_as_its_reference(kernel: ModuleType, dtype: torch.d
         assert torch.equal(getattr(skipped, name), getattr(piece, name)), name
 
 
-def test_a_kernel_that_computes_something_else_is_not_used(
-    kernel: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_kernel_that_computes_something_else_is_not_used(kernel: ModuleType, monkeypatch: Any, capfd: Any) -> None:
     errors = ModuleType("triton.errors")
     errors.TritonError = type("TritonError", (Exception,), {})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "triton.errors", errors)
@@ -170,3 +161,44 @@ def test_beside_the_kernel_a_weight_needs_its_draws_alone(monkeypatch: pytest.Mo
         counts.append(operations.count)
     assert counts[1] - counts[0] <= 10 * 4  # rand, its memory, random_, its memory
     assert counts[0] < 20
+
+
+def numbers(draws: StepDraws, step: int, name: str, purpose: str = "rounding") -> list[float]:
+    draws.step = step
+    return torch.rand(4, generator=draws.generator(purpose, name, CPU)).tolist()
+
+
+def test_draws_are_functions_of_seed_step_purpose_and_name() -> None:
+    draws, again, other = StepDraws(1), StepDraws(1), StepDraws(2)
+    first = numbers(draws, 5, "a")
+    variants = [first, numbers(draws, 6, "a"), numbers(draws, 5, "b"), numbers(other, 5, "a")]
+    variants.append(numbers(draws, 5, "a", "second moment"))
+    assert len({tuple(values) for values in variants}) == len(variants)
+    assert numbers(again, 5, "a") == first, "whatever was drawn before"
+
+
+def test_values_of_bfloat16_stay_exact_and_others_become_a_neighbour() -> None:
+    values = torch.randn(10_000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    special = torch.tensor([0.0, -0.0, 1.0, -256.0, 2.0**-126, 3e38, float("inf"), -float("inf")]).bfloat16()
+    exact = torch.cat([values, special])
+    for seed in range(3):
+        rounded = round_stochastically(exact.float(), torch.Generator().manual_seed(seed))
+        assert rounded.dtype == torch.bfloat16
+        assert torch.equal(rounded.view(torch.int16), exact.view(torch.int16))
+    # others become one of their neighbours
+    values = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
+    rounded = round_stochastically(values, torch.Generator().manual_seed(1)).float()
+    towards_zero = (values.view(torch.int32) & ~0xFFFF).view(torch.float32)
+    away = ((values.view(torch.int32) & ~0xFFFF) + 0x10000).view(torch.float32)
+    assert ((rounded == towards_zero) | (rounded == away)).all()
+    assert (rounded == towards_zero).any()
+    assert (rounded == away).any()
+
+
+def test_rounding_is_right_on_average() -> None:
+    values = torch.tensor([1.001, -1.0005, 0.3, 1e-5, -123.456, 1.0 + 2**-16])
+    count = 200_000
+    generator = torch.Generator().manual_seed(0)
+    mean = round_stochastically(values.expand(count, -1).contiguous(), generator).double().mean(0)
+    spacing = 2.0 ** (values.abs().log2().floor() - 7)
+    assert ((mean - values).abs() < 5 * 0.5 * spacing / count**0.5).all()  # five standard deviations

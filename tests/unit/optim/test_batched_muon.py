@@ -91,9 +91,8 @@ def test_a_skipped_step_and_a_matrix_without_gradient_change_nothing() -> None:
 @pytest.mark.parametrize("shape", [(48, 32), (32, 48), (16, 16)])
 def test_matrices_are_orthogonalised_together_as_one_by_one(shape: tuple[int, int]) -> None:
     keys: dict[str, Any] = {"ns_coefficients": (3.4445, -4.7750, 2.0315), "ns_steps": 5, "eps": 1e-7}
-    matrices = (
-        torch.randn(3, *shape, generator=torch.Generator().manual_seed(0)) * torch.tensor([1, 1e-3, 1e3])[:, None, None]
-    )
+    matrices = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
+    matrices *= torch.tensor([1, 1e-3, 1e3])[:, None, None]
     together = orthogonalise_together(matrices, **keys).float()
     for ours, matrix in zip(together, matrices, strict=True):
         theirs = _zeropower_via_newtonschulz(matrix, **keys).float()

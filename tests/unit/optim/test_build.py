@@ -73,7 +73,6 @@ class Toy:
         return self
 
     def all(self) -> dict[str, Tensor]:
-        """All weights and optimizer state, copied."""
         numbers = {f"param/{name}": parameter.detach().clone() for name, parameter in self.named.items()}
         for name in self.named:
             numbers |= {f"{kind}/{name}": value.clone() for kind, value in self.optimizer.state(name).items()}
@@ -87,9 +86,6 @@ def rate(step: int) -> float:
 def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     assert a.keys() == b.keys()
     assert [name for name in a if a[name].dtype != b[name].dtype or not torch.equal(a[name], b[name])] == []
-
-
-# --- correctness --------------------------------------------------------------------------
 
 
 def adamw_in_float64(toy: Toy, steps: int) -> dict[str, np.ndarray]:
@@ -154,12 +150,9 @@ def test_muon_splits_the_modulation_only_on_request() -> None:
     for split in (False, True):
         config = OptimizerConfig(type="muon", split_modulation=split)
         _, muon = make_optimizer(model, named, config, CPU)._optimizers
-        parts[split] = {
-            name: group["parts"]
-            for group in muon.optimizer.param_groups
-            for name, weight in named.items()
-            if any(weight is member for member in group["params"])
-        }
+        names = {id(weight): name for name, weight in named.items()}
+        groups = muon.optimizer.param_groups
+        parts[split] = {names[id(weight)]: group["parts"] for group in groups for weight in group["params"]}
     modulation, query = "transformer_blocks.0.norm1.linear.weight", "transformer_blocks.0.to_q.weight"
     assert parts == {False: {modulation: 1, query: 1}, True: {modulation: 3, query: 1}}
 
@@ -223,9 +216,6 @@ def test_prodigy_is_the_librarys() -> None:
     assert (state["k"].item(), state["step"].item()) == (60, 60)
 
 
-# --- skipped steps ------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("at", [0, 3])
 def test_a_skipped_step_changes_nothing(kind: str, at: int) -> None:
@@ -255,9 +245,6 @@ def test_adamw_skips_without_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     for method in ("__bool__", "item", "__float__", "tolist"):
         monkeypatch.setattr(Tensor, method, read_by_host)
     toy.optimizer.step(skip=torch.ones(()))
-
-
-# --- state ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -296,13 +283,9 @@ def test_8_bit_adamw_stays_close_to_adamw_and_its_state_keeps_its_dtypes() -> No
     toy = Toy("adamw8bit").steps(0, 2)
     large = {key: (value.dtype, value.numel()) for key, value in toy.optimizer.state(MATRIX).items()}
     blocks = -(-72 * 60 // 256)
-    assert large == {
-        "step": (torch.float32, 1),
-        "exp_avg": (torch.int8, 4320),
-        "exp_avg_scale": (torch.float32, blocks),
-        "exp_avg_sq": (torch.uint8, 4320),
-        "exp_avg_sq_scale": (torch.float32, blocks),
-    }
+    codes = {"exp_avg": (torch.int8, 4320), "exp_avg_sq": (torch.uint8, 4320)}
+    scales = {f"{name}_scale": (torch.float32, blocks) for name in codes}
+    assert large == {"step": (torch.float32, 1), **codes, **scales}
     small = {key: value.dtype for key, value in toy.optimizer.state(BIAS).items()}
     assert small == {"step": torch.float32, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
     coarse, exact, start = Toy("adamw8bit").steps(0, 20), Toy("adamw").steps(0, 20), Toy()
@@ -315,9 +298,6 @@ def test_a_missing_library_is_an_error_with_the_install_command(monkeypatch: pyt
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="run `pip install 'sd3-light\\[prodigy\\]'`"):
         Toy("prodigy")
-
-
-# --- the records ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -337,9 +317,6 @@ def test_every_record_has_a_maker_its_rate_and_the_bytes_of_its_state(kind: str)
         terms = [term.bytes_per_parameter for term in OPTIMIZERS[kind].state if term.weights in weights]
         factored = 4 * sum(parameter.shape) if kind == "adafactor" else 0  # not proportional to the weights
         assert stored[name] == sum(terms) * parameter.numel() + factored
-
-
-# --- sharded weights --------------------------------------------------------------------------
 
 
 @pytest.fixture

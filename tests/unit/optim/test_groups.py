@@ -80,14 +80,13 @@ def test_layers_without_blocks_decay_unless_they_are_embeddings_and_empty_groups
     assert [group["weight_decay"] for group in groups] == [0.0]
 
 
+FLUX = ("flux", "flux_kontext")
+QWEN = ("qwen_image", "qwen_image_edit", "qwen_image_edit_plus")
 MODULATIONS = {
     "tiny2": {"norm1.linear": {6}, "norm1_context.linear": {6, 2}},
     "sd3.5_medium": {"norm1.linear": {9, 6}, "norm1_context.linear": {6, 2}},
-    "flux": {"norm1.linear": {6}, "norm1_context.linear": {6}, "norm.linear": {3}},
-    "flux_kontext": {"norm1.linear": {6}, "norm1_context.linear": {6}, "norm.linear": {3}},
-    "qwen_image": {"img_mod.1": {6}, "txt_mod.1": {6}},
-    "qwen_image_edit": {"img_mod.1": {6}, "txt_mod.1": {6}},
-    "qwen_image_edit_plus": {"img_mod.1": {6}, "txt_mod.1": {6}},
+    **{key: {"norm1.linear": {6}, "norm1_context.linear": {6}, "norm.linear": {3}} for key in FLUX},
+    **{key: {"img_mod.1": {6}, "txt_mod.1": {6}} for key in QWEN},
     "z_image": {"adaLN_modulation.0": {4}},
     "prx": {"modulation.lin": {6}},
 }

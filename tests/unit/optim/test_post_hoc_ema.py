@@ -1,4 +1,4 @@
-"""Averages of any length from snapshots of two tracks, against averages computed from every step."""
+"""Averages of any length from snapshots of two tracks, against averages from every step and integrals."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,23 +9,64 @@ import torch
 from torch import Tensor
 
 from sd3_light.config import EmaConfig
+from sd3_light.optim import post_hoc_ema, power_function
 from sd3_light.optim.ema import Averages
-from sd3_light.optim.post_hoc_ema import (
-    MAX_MISMATCH,
-    Fit,
-    Snapshot,
-    combine,
-    parse_snapshots,
-    power_tracks,
-    reachable_widths,
-    snapshot_interval,
-    snapshot_metadata,
-    solve,
-)
-from sd3_light.optim.power_function import gamma_from_sigma_rel
+from sd3_light.optim.post_hoc_ema import MAX_MISMATCH, Snapshot, combine, parse_snapshots, snapshot_interval, solve
+from sd3_light.optim.power_function import MAX_SIGMA_REL, decay_at, gamma_from_sigma_rel, inner_products, ramped_decay
 
+WIDTHS = [0.001, 0.02, 0.05, 0.1, 0.2, 0.28, MAX_SIGMA_REL]
 STEPS, SIZE = 1920, 64
 TRACKS = ({"name": "short", "power_width": 0.05}, {"name": "long", "power_width": 0.10})
+
+
+def profile(tau: np.ndarray, time: float, gamma: float) -> np.ndarray:
+    """p(tau) as in the paper, 0 after its time."""
+    return np.where(tau <= time, (gamma + 1) * tau**gamma / time ** (gamma + 1), 0.0)
+
+
+def integral(values: np.ndarray, tau: np.ndarray) -> float:
+    return float(np.trapezoid(values, tau))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_gamma_gives_the_requested_width(width: float) -> None:
+    tau = np.linspace(0, 1, 2_000_001)
+    p = profile(tau, 1.0, gamma_from_sigma_rel(width))
+    mean = integral(p * tau, tau)
+    assert integral(p, tau) == pytest.approx(1, rel=1e-5)
+    assert np.sqrt(integral(p * (tau - mean) ** 2, tau)) == pytest.approx(width, rel=1e-4)
+    gamma = gamma_from_sigma_rel(width)
+    assert np.sqrt((gamma + 1) / (gamma + 3)) / (gamma + 2) == pytest.approx(width, rel=1e-9)
+
+
+def test_figures_of_the_paper_and_one_update_for_several_steps() -> None:
+    """sigma_rel 0.05 and 0.10 are gamma 16.97 and 6.94 (section 3.1)."""
+    assert gamma_from_sigma_rel(0.05) == pytest.approx(16.97, abs=0.005)
+    assert gamma_from_sigma_rel(0.10) == pytest.approx(6.94, abs=0.005)
+    assert gamma_from_sigma_rel(MAX_SIGMA_REL) == pytest.approx(0, abs=1e-9)
+    gamma = gamma_from_sigma_rel(0.1)
+    one_by_one = np.prod([decay_at(step, 1, gamma) for step in range(91, 101)])
+    assert decay_at(100, 10, gamma) == pytest.approx(one_by_one, rel=1e-12)
+    assert decay_at(1, 1, gamma) == decay_at(10, 10, gamma) == decay_at(3, 10, gamma) == 0.0
+
+
+def test_inner_products_are_the_integrals() -> None:
+    times, gammas = np.array([0.3, 1.0, 1.0, 0.7]), np.array([16.97, 6.94, 0.5, 16.97])
+    tau = np.linspace(0, 1, 1_000_001)
+    curves = [profile(tau, time, gamma) for time, gamma in zip(times, gammas, strict=True)]
+    products = inner_products(times, gammas, times, gammas)
+    for i, a in enumerate(curves):
+        for j, b in enumerate(curves):
+            assert products[i, j] == pytest.approx(integral(a * b, tau), rel=1e-3), (i, j)
+    np.testing.assert_allclose(products, products.T, rtol=1e-12)
+
+
+@pytest.mark.parametrize("interval", [1, 10])
+@pytest.mark.parametrize("decay", [0.0, 0.1, 0.5, 0.98, 0.999, 0.9995])
+def test_a_ramp_ends_where_the_decay_is_reached(decay: float, interval: int) -> None:
+    end = power_function.ramp_end(interval, decay)
+    assert ramped_decay(end, interval, decay) == pytest.approx(decay)
+    assert end == interval or ramped_decay(end - interval, interval, decay) < decay
 
 
 def config(**keys: Any) -> EmaConfig:
@@ -53,7 +94,7 @@ class Trained:
             live["w"].copy_(torch.from_numpy(self.path[step - 1]))
             averages.update(live, step)
             if step % (STEPS // count) == 0:
-                for snapshot in parse_snapshots(snapshot_metadata(settings, step)):
+                for snapshot in parse_snapshots(post_hoc_ema.snapshot_metadata(settings, step)):
                     self.snapshots.append(snapshot)
                     saved = averages.tracks[snapshot.track].shadow["w"].to(getattr(torch, dtype), copy=True)
                     self.readers.append(lambda name, saved=saved: {"w": saved}[name])
@@ -142,9 +183,10 @@ def test_mismatch_is_the_distance_of_the_profiles(length: float) -> None:
 
 def test_reachable_widths() -> None:
     """The figures in the documentation for tracks of 0.05 and 0.10."""
-    assert reachable_widths(snapshots(32), 32000) == pytest.approx((0.022, 0.268), abs=0.002)
-    assert reachable_widths(snapshots(32, dtype="float32"), 32000) == pytest.approx((0.0137, 0.268), abs=0.001)
-    few = reachable_widths(snapshots(8), 8000)
+    half, whole = (post_hoc_ema.reachable_widths(snapshots(32, dtype=f"float{bits}"), 32000) for bits in (16, 32))
+    assert half == pytest.approx((0.022, 0.268), abs=0.002)
+    assert whole == pytest.approx((0.0137, 0.268), abs=0.001)
+    few = post_hoc_ema.reachable_widths(snapshots(8), 8000)
     assert few == pytest.approx((0.030, 0.214), abs=0.002)
     for length in few:
         assert solve(snapshots(8), 8000, length).is_good
@@ -169,7 +211,7 @@ def test_combine_holds_one_tensor_of_one_snapshot_at_a_time() -> None:
 
         return read
 
-    stream = combine(Fit((0.5, 2.0), 0.0, 0.0), [reader(1), reader(3)], ["a", "b"])
+    stream = combine(post_hoc_ema.Fit((0.5, 2.0), 0.0, 0.0), [reader(1), reader(3)], ["a", "b"])
     assert reads == []
     name, tensor = next(stream)
     assert (name, tensor.tolist(), reads) == ("a", [6.5, 6.5], [(1, "a"), (3, "a")])
@@ -182,7 +224,7 @@ def test_snapshots_are_of_power_functions_only() -> None:
     assert snapshot_interval(config(enable=False), 1000) is None
     assert snapshot_interval(config(track=({"name": "a", "decay": 0.9},)), 1000) is None
     mixed = config(track=({"name": "a", "decay": 0.9}, *TRACKS))
-    assert power_tracks(mixed) == {"short": 0.05, "long": 0.10}
+    assert post_hoc_ema.power_tracks(mixed) == {"short": 0.05, "long": 0.10}
     for total, interval in ((1, 1), (31, 1), (32, 1), (33, 2), (100_000, 3125)):  # at most 32 by default
         assert snapshot_interval(config(), total) == interval
         assert snapshot_interval(config(snapshot_every_n_steps=7), total) == 7
@@ -190,15 +232,11 @@ def test_snapshots_are_of_power_functions_only() -> None:
 
 def test_metadata_records_the_last_update_of_each_track() -> None:
     tracks = ({"name": "a", "power_width": 0.1, "update_every": 30}, {"name": "b", "power_width": 0.05})
-    metadata = snapshot_metadata(config(track=tracks, update_every=100), 250)
-    assert metadata == {
-        "step": 250,
-        "tracks": {"a": 0.1, "b": 0.05},
-        "update_every": {"a": 30, "b": 100},
-        "dtype": "float16",
-    }
+    metadata = post_hoc_ema.snapshot_metadata(config(track=tracks, update_every=100), 250)
+    expected = {"step": 250, "tracks": {"a": 0.1, "b": 0.05}, "update_every": {"a": 30, "b": 100}, "dtype": "float16"}
+    assert metadata == expected
     parsed = parse_snapshots(metadata)
     assert [(s.track, s.step, s.time) for s in parsed] == [("a", 250, 240), ("b", 250, 200)]
     assert parsed[0].gamma == gamma_from_sigma_rel(0.1)
-    early = parse_snapshots(snapshot_metadata(config(track=tracks, update_every=100), 50))
+    early = parse_snapshots(post_hoc_ema.snapshot_metadata(config(track=tracks, update_every=100), 50))
     assert [s.track for s in early] == ["a"], "b was not updated yet"

@@ -63,9 +63,8 @@ def test_batch_and_split_do_not_change_images(pipe: Any, text_tokens: Any, uncon
 def test_an_exact_image_equals_a_batch_of_one(pipe: Any) -> None:
     """Which test_generate compares with the stock call."""
     policy = TextPolicy(12, "empty", "padded")
-    assert pixels(generate(pipe, REQUESTS, policy, DRAWING, exact=True)) == pixels(
-        generate(pipe, REQUESTS, policy, DRAWING, batch_size=1)
-    )
+    exact, alone = (generate(pipe, REQUESTS, policy, DRAWING, **keys) for keys in ({"exact": True}, {"batch_size": 1}))
+    assert pixels(exact) == pixels(alone)
     own_pipe = module._copy_pipeline(pipe)
     assert own_pipe.transformer is pipe.transformer
     assert own_pipe.vae is not pipe.vae, "a VAE of videos keeps frames while it decodes"

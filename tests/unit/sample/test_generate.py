@@ -1,5 +1,6 @@
-"""Images equal those of the stock call, for any batch size."""
+"""Images equal those of the stock call, for any batch size; in half precision they are close."""
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,14 @@ from PIL import Image
 from sd3_light.config.faults import UserError
 from sd3_light.families.sd3.sample_texts import TextPolicy
 from sd3_light.sample.generate import Cancelled, ImageRequest, generate, save_png, stream_images
+from sd3_light.sample.precision import compute_in
 from sd3_light.sample.watch import Watch
 
 POLICY = TextPolicy(t5_max_length=12, uncond_text="empty", text_tokens="padded")
 ZERO = TextPolicy(t5_max_length=12, uncond_text="zero", text_tokens="padded")
 REAL = TextPolicy(t5_max_length=12, uncond_text="empty", text_tokens="real")
 STEPS = 3
+NAMES = {"vae": "VAE", "transformer": "denoiser", "text_encoder_3": "text encoder"}
 DRAWING = (STEPS, 4.0)
 REQUESTS = [
     ImageRequest("a small red circle", 1, 48, 32),
@@ -27,6 +30,7 @@ REQUESTS = [
     ImageRequest("a red star left of a blue circle", 4, 32, 32, negative_prompt="black"),
     ImageRequest("a red star left of a blue circle", 5, 32, 32),
 ]
+PAIR = [ImageRequest("a red star", 3, 48, 32), ImageRequest("two blue squares", 4, 48, 32)]
 
 
 def pixels(image: Image.Image) -> np.ndarray:
@@ -35,15 +39,9 @@ def pixels(image: Image.Image) -> np.ndarray:
 
 def stock(pipe: Any, request: ImageRequest, guidance: float = 4.0, **texts: Any) -> Image.Image:
     texts = texts or {"prompt": request.prompt, "negative_prompt": request.negative_prompt or None}
-    return pipe(
-        generator=torch.Generator("cpu").manual_seed(request.seed),
-        max_sequence_length=POLICY.t5_max_length,
-        num_inference_steps=STEPS,
-        guidance_scale=guidance,
-        width=request.width,
-        height=request.height,
-        **texts,
-    ).images[0]
+    settings = {"num_inference_steps": STEPS, "guidance_scale": guidance, "max_sequence_length": POLICY.t5_max_length}
+    generator = torch.Generator("cpu").manual_seed(request.seed)
+    return pipe(generator=generator, width=request.width, height=request.height, **settings, **texts).images[0]
 
 
 @pytest.mark.parametrize("guidance", [4.0, 1.0, 0.0])
@@ -127,18 +125,14 @@ def test_a_png_contains_its_parameters(tmp_path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == ["one.png"]
 
 
-@pytest.mark.parametrize(
-    ("part", "named"), [("vae", "VAE"), ("transformer", "denoiser"), ("text_encoder_3", "text encoder")]
-)
+@pytest.mark.parametrize("part", NAMES)
 @pytest.mark.parametrize("exact", [False, True])
-def test_values_that_are_not_finite_give_an_error_instead_of_a_flat_image(
-    pipe: Any, part: str, named: str, exact: bool
-) -> None:
+def test_values_that_are_not_finite_give_an_error_and_no_image(pipe: Any, part: str, exact: bool) -> None:
     weight = list(getattr(pipe, part).parameters())[-1].data
     value = weight.clone()
     weight.fill_(float("nan"))
     try:
-        with pytest.raises(UserError, match=f"'a small red circle': the {named} returned NaN or infinity"):
+        with pytest.raises(UserError, match=f"'a small red circle': the {NAMES[part]} returned NaN or infinity"):
             generate(pipe, REQUESTS[:1], POLICY, DRAWING, exact=exact)
     finally:
         weight.copy_(value)
@@ -146,7 +140,6 @@ def test_values_that_are_not_finite_give_an_error_instead_of_a_flat_image(
 
 @pytest.fixture
 def calls(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """An entry for each call of the denoiser."""
     calls: list[int] = []
     forward = pipe.transformer.forward
     monkeypatch.setattr(pipe.transformer, "forward", lambda *args, **keys: calls.append(1) or forward(*args, **keys))
@@ -163,12 +156,43 @@ def test_images_are_cancelled_between_two_steps(pipe: Any, calls: list[int], exa
     assert len(generate(pipe, [replace(requests[0], steps=1)], POLICY, exact=exact)) == 1, "the pipeline still works"
 
 
-def test_images_in_other_threads_end_when_the_caller_stops(
-    pipe: Any, calls: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_in_other_threads_end_when_the_caller_stops(pipe: Any, calls: list[int], monkeypatch: Any) -> None:
     monkeypatch.setattr("sd3_light.sample.generate._cores", lambda: 2)
     requests = [ImageRequest("a", seed, 32, 32, steps=steps, guidance=1.0) for seed, steps in enumerate((1, 1000))]
     drawn = stream_images(pipe, requests, POLICY, batch_size=2, exact=True)
     assert [index for index, _ in next(drawn)] == [0]
     drawn.close()
     assert len(calls) < 900
+
+
+def halved(pipe: Any) -> Any:
+    half_pipe = copy.copy(pipe)
+    for name in ("transformer", "text_encoder", "text_encoder_2", "text_encoder_3"):
+        setattr(half_pipe, name, copy.deepcopy(getattr(pipe, name)))
+    compute_in(half_pipe, torch.bfloat16)
+    return half_pipe
+
+
+@pytest.mark.parametrize("text_tokens", ["padded", "real"])
+def test_half_precision_is_close(pipe: Any, text_tokens: Any) -> None:
+    policy, half_pipe, seen = TextPolicy(12, "empty", text_tokens), halved(pipe), []
+    half_pipe.transformer.pos_embed.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    full = np.asarray(generate(pipe, PAIR, policy, (3, 1.0)), dtype=int)
+    with pytest.MonkeyPatch.context() as patch:
+        decode = half_pipe.vae.decode
+
+        def spy(latents: Any, **rest: Any) -> Any:
+            assert latents.dtype == torch.float32
+            return decode(latents, **rest)
+
+        patch.setattr(half_pipe.vae, "decode", spy)
+        half = np.asarray(generate(half_pipe, PAIR, policy, (3, 1.0)), dtype=int)
+    assert set(seen) == {torch.bfloat16}
+    assert 0 < np.abs(full - half).mean() < 3
+    assert half_pipe.vae.dtype == torch.float32
+
+
+def test_float32_changes_nothing(pipe: Any) -> None:
+    compute_in(pipe, torch.float32)
+    assert not pipe.transformer._forward_hooks
+    assert not pipe.transformer._forward_pre_hooks

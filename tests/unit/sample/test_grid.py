@@ -54,9 +54,8 @@ def test_without_a_chinese_font_others_are(monkeypatch: pytest.MonkeyPatch, capf
     assert grid._readable(ZH, "a large red circle")[0] == "a large red circle [zh]"
     assert grid._readable("a star", "never")[0] == "a star"
     expected = make_grid(IMAGES[:1], ["a large red circle [zh]"], 1)
-    assert np.array_equal(
-        np.asarray(make_grid(IMAGES[:1], [ZH], 1, fallback_captions=["a large red circle"])), expected
-    )
+    sheet = make_grid(IMAGES[:1], [ZH], 1, fallback_captions=["a large red circle"])
+    assert np.array_equal(np.asarray(sheet), expected)
     grid._report_missing_font.cache_clear()
     make_grid(IMAGES[:2], [ZH, ZH], 2)
     assert capfd.readouterr().err.count("fonts-noto-cjk") == 1

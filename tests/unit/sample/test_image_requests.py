@@ -16,10 +16,8 @@ def write(folder: Path, text: str, name: str = "prompts.csv") -> Path:
 
 def test_prompt_files_have_rows_or_faults(tmp_path: Path) -> None:
     path = write(tmp_path, "\ufeffa star, red\n\n  两个圆  \n", "prompts.txt")
-    assert read_prompt_rows(path) == [
-        PromptRow("a star, red", where=f"{path}:1"),
-        PromptRow("两个圆", where=f"{path}:3"),
-    ]
+    expected = [PromptRow("a star, red", where=f"{path}:1"), PromptRow("两个圆", where=f"{path}:3")]
+    assert read_prompt_rows(path) == expected
     path = write(tmp_path, "prompt,seed,steps\n" + "a,x,0\n" * 7)
     with pytest.raises(UserError) as error:
         read_prompt_rows(path)

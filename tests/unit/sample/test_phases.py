@@ -41,8 +41,10 @@ from tests.unit.sample.test_sample import lokr_file
 
 ENOUGH = 1 << 50
 FEW = 1000
+Folders = Callable[[str], Path]
 pytestmark = pytest.mark.usefixtures("prx_without_ftfy")
-OTHERS = ("flux2", "qwen_image", "z_image", "sana", "krea2", "prx")
+SLOW = ("flux2", "qwen_image", "z_image", "sana", "krea2", "prx")
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in SLOW]
 ROWS = [
     PromptRow("a red circle", negative_prompt="blue"),
     PromptRow("two blue squares", steps=3),
@@ -85,12 +87,8 @@ def draw(model: OpenModel, rows: list[PromptRow], exact: bool) -> list[bytes]:
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "batches"])
-@pytest.mark.parametrize(
-    "family", ["sd3", "flux", "wan", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
-)
-def test_images_in_phases_equal_those_of_a_loaded_model(
-    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, family: str, exact: bool
-) -> None:
+@pytest.mark.parametrize("family", ["sd3", "flux", "wan", *OTHERS])
+def test_images_in_phases_equal_loaded_ones(folder_of: Folders, monkeypatch: Any, family: str, exact: bool) -> None:
     options = replace(OPTIONS, frames=5 if family == "wan" else 0)
     loaded = opened(folder_of(family), options, monkeypatch, ENOUGH)
     phased = opened(folder_of(family), options, monkeypatch, FEW)
@@ -131,9 +129,7 @@ class Alive:
 
 
 @pytest.mark.parametrize("family", ["sd3", "flux", "wan"])
-def test_one_kind_of_part_is_in_memory_at_a_time(
-    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, family: str
-) -> None:
+def test_one_kind_of_part_is_in_memory_at_a_time(folder_of: Folders, monkeypatch: Any, family: str) -> None:
     alive = Alive(monkeypatch)
     seen: list[tuple[str, set[str]]] = []
 
@@ -160,9 +156,7 @@ def test_one_kind_of_part_is_in_memory_at_a_time(
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_the_command_writes_the_same_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], dtype: str
-) -> None:
+def test_the_command_writes_the_same_files(tmp_path: Path, monkeypatch: Any, capfd: Any, dtype: str) -> None:
     generator = torch.Generator().manual_seed(0)
     tensors = {}
     for part in ("transformer", "text_encoder"):
@@ -234,9 +228,7 @@ def test_all_parts_stay_loaded_where_they_fit(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("family", ["wan", pytest.param("krea2", marks=pytest.mark.slow)])
-def test_weights_that_stay_in_float32_are_counted(
-    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, family: str
-) -> None:
+def test_weights_that_stay_in_float32_are_counted(folder_of: Folders, monkeypatch: Any, family: str) -> None:
     folder = folder_of(family)
     options = replace(OPTIONS, dtype="bfloat16")
     pipe: Any = opened(folder, options, monkeypatch, ENOUGH).pipe

@@ -70,16 +70,9 @@ def test_euler_equals_the_stock_image_bit_for_bit(model: Path, tmp_path: Path) -
     assert sample.run(model, [row], [0], tmp_path / "out", SampleOptions()) == tmp_path / "out" / "grid.png"
     pipe = StableDiffusion3Pipeline.from_pretrained(model, dtype=torch.float32, local_files_only=True)
     pipe.set_progress_bar_config(disable=True)
-    stock = pipe(
-        row.prompt,
-        negative_prompt=row.negative_prompt,
-        generator=torch.Generator("cpu").manual_seed(11),
-        max_sequence_length=16,
-        num_inference_steps=3,
-        guidance_scale=2.5,
-        width=80,
-        height=48,
-    ).images[0]
+    settings = {"max_sequence_length": 16, "num_inference_steps": 3, "guidance_scale": 2.5, "width": 80, "height": 48}
+    generator = torch.Generator("cpu").manual_seed(11)
+    stock = pipe(row.prompt, negative_prompt=row.negative_prompt, generator=generator, **settings).images[0]
     assert np.array_equal(pixels(tmp_path / "out" / "00000.png"), np.asarray(stock))
 
 
@@ -88,10 +81,9 @@ def test_images_contain_their_parameters(model: Path, tmp_path: Path) -> None:
     sample.run(model, ROWS, [5], tmp_path, options)
     text = texts(tmp_path / "00001.png")
     assert set(text) == {"parameters", "sd3_light"}
-    assert text["parameters"] == (
-        "two small blue squares, a star\nNegative prompt: blue\n"
-        "Steps: 1, Sampler: DPM++ 2M, CFG scale: 3.5, Seed: 5, Size: 64x64, Model: tiny"
-    )
+    prompt, negative, parameters = text["parameters"].split("\n")
+    assert (prompt, negative) == ("two small blue squares, a star", "Negative prompt: blue")
+    assert parameters == "Steps: 1, Sampler: DPM++ 2M, CFG scale: 3.5, Seed: 5, Size: 64x64, Model: tiny"
     facts = json.loads(texts(tmp_path / "00002.png")["sd3_light"])
     assert facts.pop("made_by").startswith("sd3-light ")
     assert facts.pop("fingerprint") == model_fingerprint(model)
@@ -185,9 +177,7 @@ def test_an_image_of_others_is_not_replaced(model: Path, tmp_path: Path, monkeyp
     assert (tmp_path / "00000.png").read_bytes() == b"mine"
 
 
-def test_a_run_folder_is_sampled_with_its_newest_or_best_export(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_folder_is_sampled_with_its_newest_or_best_export(model: Path, tmp_path: Path, capsys: Any) -> None:
     run, events = tmp_path / "run", []
     for step, loss in ((2, 0.5), (10, 0.7)):
         shutil.copytree(model, run / "exports" / checkpoint_name(step))
@@ -263,9 +253,7 @@ def test_a_grid_is_not_made_of_other_images(model: Path, tmp_path: Path) -> None
         sample.run(model, ROWS[:2], [0], tmp_path, FAST, Launch(0, 0, 2))
 
 
-def test_a_large_job_has_a_grid_of_its_first_images(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_large_job_has_a_grid_of_its_first_images(model: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(sample, "_MAX_GRID_IMAGES", 2)
     monkeypatch.setattr("sd3_light.sample.grid._LARGEST_SIDE", 32)
     sample.run(model, ROWS[:1], [1, 2, 3], tmp_path, SampleOptions(1))
@@ -332,9 +320,8 @@ def test_stacks_equal_the_merge(model: Path, tmp_path: Path, monkeypatch: pytest
     sample.run(model, ROWS[:1], [0], tmp_path / "plain", SampleOptions(2, grid=False))
     monkeypatch.setattr(sample, "open_pipeline", merged)
     sample.run(model, ROWS[:1], [0], tmp_path / "merged", SampleOptions(2, grid=False))
-    stack, expected, plain = (
-        pixels(tmp_path / name / "00000.png").astype(int) for name in ("stack", "merged", "plain")
-    )
+    images = [tmp_path / name / "00000.png" for name in ("stack", "merged", "plain")]
+    stack, expected, plain = (pixels(path).astype(int) for path in images)
     assert np.abs(stack - expected).max() <= 1
     assert np.abs(stack - plain).max() > 5
 
@@ -357,7 +344,5 @@ def test_refusals(model: Path, tmp_path: Path, rows: list[PromptRow], options: S
 
 def test_a_model_without_negative_text_takes_no_negative_prompt(tmp_path: Path) -> None:
     model = model_folder(tmp_path / "zero", uncond_text="zero")
-    with pytest.raises(
-        UserError, match=r'p.csv:2: the model was trained with uncond_text = "zero" and takes no negative prompt'
-    ):
+    with pytest.raises(UserError, match=r'p.csv:2: the model was .* uncond_text = "zero" and takes no negative prompt'):
         sample.run(model, [PromptRow("a", negative_prompt="b", where="p.csv:2")], [0], tmp_path / "out", FAST)

@@ -34,18 +34,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = ("a large red circle", "two small blue squares on a white background", "a star")
 SEEDS = (5, 6)
 STEPS = 3
+Caches = dict[str, Project]
 
 
 def overrides(guidance: float = 4.0, **model: str) -> tuple[str, ...]:
-    keys = [f"model.{key}={json.dumps(value)}" for key, value in model.items()]
-    return (
-        f"sampling.prompts={json.dumps(PROMPTS)}",
-        f"sampling.seeds={json.dumps(SEEDS)}",
-        "sampling.every_n_steps=2",
-        f"sampling.steps={STEPS}",
-        f"sampling.guidance={guidance}",
-        *keys,
-    )
+    sampling = {"prompts": PROMPTS, "seeds": SEEDS, "every_n_steps": 2, "steps": STEPS, "guidance": guidance}
+    tables: dict[str, dict[str, Any]] = {"sampling": sampling, "model": model}
+    return tuple(f"{table}.{key}={json.dumps(value)}" for table, keys in tables.items() for key, value in keys.items())
 
 
 def sampler(project: Project, *keys: str, launch: Launch | None = None, batch_size: int | None = None) -> Sampler:
@@ -113,16 +108,10 @@ Text = tuple[Tensor, Tensor]
 
 
 def stock_image(pipe: Any, text: Text, negative: Text, seed: int, size: tuple[int, int], **more: Any) -> np.ndarray:
-    image = pipe(
-        prompt_embeds=text[0],
-        pooled_prompt_embeds=text[1],
-        negative_prompt_embeds=negative[0],
-        negative_pooled_prompt_embeds=negative[1],
-        generator=torch.Generator("cpu").manual_seed(seed),
-        width=size[0],
-        height=size[1],
-        **more,
-    ).images[0]
+    embeds = {"prompt_embeds": text[0], "pooled_prompt_embeds": text[1]}
+    embeds |= {"negative_prompt_embeds": negative[0], "negative_pooled_prompt_embeds": negative[1]}
+    generator = torch.Generator("cpu").manual_seed(seed)
+    image = pipe(**embeds, generator=generator, width=size[0], height=size[1], **more).images[0]
     return np.asarray(image).astype(int)
 
 
@@ -138,9 +127,7 @@ def stock_text(pipe: StableDiffusion3Pipeline, prompt: str) -> Text:
     ("guidance", "uncond"),
     combinations((4.0, 1.0), ("zero", "empty"), fast=[(4.0, "zero"), (4.0, "empty"), (1.0, "zero")]),
 )
-def test_an_image_equals_the_stock_pipelines(
-    caches: dict[str, Project], transformer: SD3Transformer2DModel, uncond: str, guidance: float
-) -> None:
+def test_an_image_equals_the_stock_pipelines(caches: Caches, transformer: Any, uncond: str, guidance: float) -> None:
     project, keys = caches["padded"], overrides(guidance, uncond_text=uncond)
     module = SD3TrainingModule(transformer, project.load(*keys).train)
     drawn = draw(sampler(project, *keys, batch_size=1), module.denoise)
@@ -157,9 +144,7 @@ def test_an_image_equals_the_stock_pipelines(
 
 
 @pytest.mark.parametrize("schedule", [{"shift": 3.0}, {"flux_shift": True}])
-def test_the_trained_shift_is_used(
-    caches: dict[str, Project], transformer: SD3Transformer2DModel, schedule: dict[str, Any]
-) -> None:
+def test_the_trained_shift_is_used(caches: Caches, transformer: Any, schedule: dict[str, Any]) -> None:
     keys = (*overrides(1.0), *(f"model.{key}={json.dumps(value)}" for key, value in schedule.items()))
     times, denoise = recorder(lambda batch: float(1000 * batch["t"][0]))
     sampler(caches["padded"], *keys, batch_size=6).draw(denoise)
@@ -172,9 +157,7 @@ def test_the_trained_shift_is_used(
     ("text_tokens", "uncond"),
     combinations(("padded", "real"), ("zero", "empty"), fast=[("padded", "empty"), ("real", "zero")]),
 )
-def test_an_image_does_not_depend_on_its_batch(
-    caches: dict[str, Project], transformer: SD3Transformer2DModel, text_tokens: str, uncond: str
-) -> None:
+def test_batches_change_no_image(caches: Caches, transformer: Any, text_tokens: str, uncond: str) -> None:
     project, keys = caches[text_tokens], overrides(text_tokens=text_tokens, uncond_text=uncond)
     module = SD3TrainingModule(transformer, project.load(*keys).train)
     alone = draw(sampler(project, *keys, batch_size=1), module.denoise)
@@ -199,9 +182,7 @@ def test_real_tokens_are_as_long_as_the_text_and_no_text_is_one_zero(caches: dic
     assert all(row[length - 1].any() for row, length in zip(tokens[6:], lengths[6:].tolist(), strict=True))
 
 
-def draw_on_ranks(
-    project: Project, module: SD3TrainingModule, world: int, batch_size: int, *keys: str
-) -> tuple[dict[int, np.ndarray], set[int]]:
+def draw_on_ranks(project: Project, module: SD3TrainingModule, world: int, batch_size: int, *keys: str) -> Any:
     """Return the images of all ranks, and how often ranks called the denoiser."""
     calls: Counter[int] = Counter()
     images: dict[int, np.ndarray] = {}
@@ -284,9 +265,7 @@ def test_prompts_missing_from_the_cache_are_encoded_once_at_the_start(
     assert not (cached_project.cache / "prompts").exists()
 
 
-def test_a_cut_prompt_is_named_by_the_run_that_encodes_it(
-    cached_project: Project, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cut_prompt_is_named_by_the_run_that_encodes_it(cached_project: Project, capsys: Any) -> None:
     sampler(cached_project, *overrides(), f'sampling.prompts=["a star", "{"a red star " * 12}"]')
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "is cut" in line]
     assert line.startswith("train: warning: the prompt 'a red star a red")
@@ -294,9 +273,7 @@ def test_a_cut_prompt_is_named_by_the_run_that_encodes_it(
 
 @pytest.mark.usefixtures("no_encoders")
 @pytest.mark.parametrize("seeds", [[5], [5, 6]])
-def test_captions_of_a_grid_name_the_seed_if_there_are_several(
-    caches: dict[str, Project], monkeypatch: pytest.MonkeyPatch, seeds: list[int]
-) -> None:
+def test_captions_name_the_seed_if_there_are_several(caches: Caches, monkeypatch: Any, seeds: list[int]) -> None:
     written: list[str] = []
     monkeypatch.setattr(in_training, "make_grid", lambda images, captions, **_: written.extend(captions))
     drawing = sampler(caches["padded"], *overrides(), f"sampling.seeds={seeds}")
@@ -353,9 +330,7 @@ def test_sampling_needs_no_gradients_nor_seeds(caches: dict[str, Project], trans
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_grid_that_cannot_be_written_is_reported(
-    caches: dict[str, Project], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_grid_that_cannot_be_written_is_reported(caches: dict[str, Project], tmp_path: Path, capfd: Any) -> None:
     drawing = sampler(caches["padded"], *overrides())
     path = tmp_path / "grid.png"
     assert drawing.sample(lambda batch: torch.full_like(batch["noisy"], float("nan")), path, {"step": 1}) is None
@@ -415,9 +390,7 @@ def test_each_image_has_its_own_settings(mixed: Project, transformer: SD3Transfo
 
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
-def test_ranks_call_the_denoiser_equally_often_for_images_of_different_kinds(
-    mixed: Project, transformer: SD3Transformer2DModel, world: int
-) -> None:
+def test_ranks_call_the_denoiser_equally_often_for_other_kinds(mixed: Project, transformer: Any, world: int) -> None:
     module = SD3TrainingModule(transformer, mixed.load().train)
     alone = draw(sampler(mixed, batch_size=1), module.denoise)
     together, calls = draw_on_ranks(mixed, module, world, 1)

@@ -70,7 +70,6 @@ class Foreign(nn.Module):
 
 
 def run(out: Path, model: Any = None, data: Any = None, **settings: Any) -> list[float]:
-    """Train; return losses and gradient norms."""
     data = Images(4) if data is None else data
     events = train(out, model or Own(), data, **{"num_epochs": 2, **settings})
     return [value for pair in steps(events, "loss", "grad_norm") for value in pair]
@@ -116,13 +115,8 @@ def test_two_stages_train_as_one(tmp_path: Path) -> None:
     assert data.load_from_cache
     shared, positive, (image, device, nothing) = data[1]
     assert torch.equal(shared["latents"], Own().pipe.vae(Images(4)[1]["image"][None]))
-    assert (shared["size"], positive["prompt"], image.getpixel((1, 2)), device.type, nothing) == (
-        (4, 4),
-        "1",
-        (255, 0, 0),
-        "cpu",
-        None,
-    )
+    assert (shared["size"], positive["prompt"], image.getpixel((1, 2))) == ((4, 4), "1", (255, 0, 0))
+    assert (device.type, nothing) == ("cpu", None)
     assert run(tmp_path / "two", data=data) == run(tmp_path / "one")
     file = tmp_path / "cache" / "0" / "2.pth"
     stored = file.stat().st_mtime_ns
@@ -140,6 +134,10 @@ def returning(name: str, forward: Callable[[Any, Any], Any]) -> type[Own]:
     return type(name, (Own,), {"forward": forward})
 
 
+Empty = returning("Empty", lambda self, data: ({}, {"prompt": data["name"]}, {}))
+Opaque = returning("Opaque", lambda self, data: {"latents": data["image"], "hook": [len]})
+
+
 class Declared(Toy):
     """It reads a value that the data process neither gets nor computes."""
 
@@ -150,14 +148,8 @@ class Declared(Toy):
     ("model", "message"),
     [
         (Own, "forward of Own returned a loss in the data process; return there what the second stage needs"),
-        (
-            returning("Empty", lambda self, data: ({}, {"prompt": data["name"]}, {})),
-            "sample 0: forward of Empty returned no tensor to store",
-        ),
-        (
-            returning("Opaque", lambda self, data: {"latents": data["image"], "hook": [len]}),
-            "sample 0: what forward of Opaque returned['hook'][0] is a builtin_function_or_method",
-        ),
+        (Empty, "sample 0: forward of Empty returned no tensor to store"),
+        (Opaque, "sample 0: what forward of Opaque returned['hook'][0] is a builtin_function_or_method"),
         (Declared, "sample 0: training will read 'text', which is neither in the data nor written by a unit"),
     ],
 )

@@ -1,4 +1,4 @@
-"""`ImageFolder`: sources, buckets and rejects of dataset TOMLs for scripts, decoded when they are used."""
+"""`ImageFolder`: sources, buckets, rejects and validation of dataset TOMLs for scripts, decoded when they are used."""
 
 import io
 import json
@@ -21,7 +21,12 @@ from sd3_light.sources.decode import Decoded
 from sd3_light.tasks import DiffusionTrainingModule, ImageFolder, ProcessedDataset, unit
 from sd3_light.tasks import datasets as module
 from sd3_light.tasks.processed import write_file_manifest
+from sd3_light.tasks.sides import Sides, parse_sides
+from tests.unit.tasks import toy
 from tests.unit.tasks.toy import process, steps, train
+
+KEYS: dict[str, Any] = {"size_buckets": [[64, 32], [32, 32]]}
+DIVIDED: dict[str, Any] = {"resolutions": [32], "validation": True}
 
 
 @pytest.fixture
@@ -36,9 +41,6 @@ def folder(tmp_path: Path) -> Path:
     (path / "6.png").write_bytes(b"not an image")
     (path / "6.txt").write_text("broken", encoding="utf-8")
     return path
-
-
-KEYS: dict[str, Any] = {"size_buckets": [[64, 32], [32, 32]]}
 
 
 def test_images_have_buckets_or_are_left_out(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -62,9 +64,8 @@ def test_images_have_buckets_or_are_left_out(folder: Path, capsys: pytest.Captur
     assert data.rejects == ()
     toml = tmp_path / "data.toml"
     toml.write_text('size_buckets = [[64, 32], [32, 32]]\n[[directory]]\npath = "images"\n', encoding="utf-8")
-    assert [item["prompt"] for item in map(ImageFolder(toml).__getitem__, range(6))] == [
-        item["prompt"] for item in map(ImageFolder(folder, **KEYS).__getitem__, range(6))
-    ]
+    of_toml, of_folder = ImageFolder(toml), ImageFolder(folder, **KEYS)
+    assert [of_toml[index]["prompt"] for index in range(6)] == [of_folder[index]["prompt"] for index in range(6)]
     with pytest.raises(UserError, match=r"data.toml has its own keys; write resolutions there"):
         ImageFolder(toml, resolutions=[64])
 
@@ -101,17 +102,13 @@ def truncate(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
-def test_images_that_cannot_be_decoded_are_left_out_with_the_reason(
-    folder: Path, tmp_path: Path, workers: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_images_that_cannot_be_decoded_are_left_out_with_the_reason(folder: Path, workers: int, capsys: Any) -> None:
     before = ImageFolder(folder, **KEYS)
     truncate(folder, "00.png")
     data = ImageFolder(folder, num_workers=workers, size_buckets=[[64, 32], [32, 32]])
     assert [sample.key for sample in data._samples] == [sample.key for sample in before._samples]
-    assert {Path(reject.key).name: reject.reason for reject in data.rejects} == {
-        "6.png": "not_an_image",
-        "00.png": "truncated",
-    }
+    reasons = {Path(reject.key).name: reject.reason for reject in data.rejects}
+    assert reasons == {"6.png": "not_an_image", "00.png": "truncated"}
     assert "1 truncated (the file is truncated)" in capsys.readouterr().err
     both = ImageFolder(folder, num_workers=workers, resolutions=[32, 64])
     assert len(both) == 12
@@ -161,9 +158,7 @@ def test_an_empty_folder_and_an_image_that_changed_are_named(folder: Path, tmp_p
     data = ImageFolder(folder, **KEYS)
     Image.new("RGB", (96, 48)).save(folder / "0.png")
     index = next(index for index in range(6) if data._samples[index].captions == ("image 0",))
-    with pytest.raises(
-        UserError, match=r"0.png was usable when .* \(.*\); restore it before you resume, or start again"
-    ):
+    with pytest.raises(UserError, match=r"0.png was usable when .* \(.*\); restore it before .*, or start again"):
         data[index]
 
 
@@ -192,10 +187,8 @@ def test_masks_have_the_size_of_latents(folder: Path, tmp_path: Path) -> None:
     mask.save(masks / "0.png")
     for factor, mask_of_0, side in ((8, [[1, 1, 1, 1, 0, 0, 0, 0]] * 4, 4), (16, [[1, 1, 0, 0]] * 2, 2)):
         keys = {**KEYS, "vae_factor": factor, "catalogue": tmp_path / "catalogue"}
-        items = {
-            item["prompt"]: item
-            for item in map(ImageFolder(folder, mask_path=str(masks), **keys).__getitem__, range(6))
-        }
+        data = ImageFolder(folder, mask_path=str(masks), **keys)
+        items = {data[index]["prompt"]: data[index] for index in range(6)}
         assert items["image 0"]["mask"].tolist() == mask_of_0
         assert torch.equal(items["image 4"]["mask"], torch.ones(side, side))
     with pytest.raises(UserError, match="vae_factor = 64 does not divide the sides of a bucket"):
@@ -259,3 +252,92 @@ def test_a_task_resumes_when_an_image_that_was_deleted_is_restored(folder: Path,
             resume(ImageFolder(folder, num_workers=0, **KEYS))
     (folder / "0.png").write_bytes(content)
     assert resume(ImageFolder(folder, num_workers=0, **KEYS))[-1]["step"] == 6
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    path = tmp_path / "images"
+    path.mkdir()
+    add_images(path, range(12))
+    return path
+
+
+def add_images(images: Path, numbers: range) -> None:
+    """Write images that differ from each other in every part."""
+    for number in numbers:
+        pixels = np.random.default_rng(number).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+        Image.fromarray(pixels).resize((40, 40), Image.Resampling.NEAREST).save(images / f"{number}.png")
+        (images / f"{number}.txt").write_text(f"image {number}", encoding="utf-8")
+
+
+class Recorded(ImageFolder):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.seen = [*getattr(self, "seen", []), index]
+        return super().__getitem__(index)
+
+
+def train_tiny(out: Path, data: Any, **settings: Any) -> list[dict[str, Any]]:
+    return toy.train(out, Tiny(), data, engine="torch", **settings)
+
+
+def test_training_leaves_out_evaluated(images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = Recorded(images, **DIVIDED)
+    assert "validation: 2 of 12 images are held out" in capsys.readouterr().err
+    assert isinstance(data.sides, Sides)
+    held = data.sides.indices("validation")
+    assert len(held) == 2
+    events = train_tiny(tmp_path / "out", data, eval_steps=5, num_epochs=1)
+    assert len(toy.steps(events)) == 10, "an epoch of the others"
+    assert [event["set"] for event in events if event["event"] == "eval"] == ["validation", "validation"]
+    assert set(data.seen) == set(range(12))
+    alone = Recorded(images, **DIVIDED)
+    with pytest.raises(UserError, match="ImageFolder with validation needs eval_steps beside it"):
+        train_tiny(tmp_path / "without", alone)
+    train_tiny(tmp_path / "late", alone, eval_steps=100, num_epochs=1)
+    assert set(alone.seen[:10]) == set(range(12)) - set(held), "what is held out is read after the last step"
+    assert set(alone.seen[10:]) == set(held)
+
+
+def test_two_stages_hold_out_the_same_images(images: Path, tmp_path: Path) -> None:
+    data = ImageFolder(images, **DIVIDED)
+    processed = process(tmp_path / "cache", data, Tiny(), shard_size=5)
+    assert processed.sides == data.sides
+    there = ProcessedDataset((tmp_path / "cache").as_uri(), stream_cache_dir=tmp_path / "fetched")
+    assert there.sides == data.sides
+    settings: dict[str, Any] = {"eval_steps": 5, "num_epochs": 1}
+    one = train_tiny(tmp_path / "one", data, **settings)
+    two = train_tiny(tmp_path / "two", processed, **settings)
+    for kind, value in (("step", "loss"), ("eval", "flow")):
+        first, second = ([event[value] for event in events if event["event"] == kind] for events in (one, two))
+        assert first == pytest.approx(second, rel=1e-6)
+    train_tiny(tmp_path / "window", processed, **settings, shuffle_window=1)
+    other = ImageFolder(images, resolutions=[32])
+    events = train_tiny(tmp_path / "out", data, eval_steps=10, num_epochs=1, eval_dataset=other)
+    assert [event["set"] for event in events if event["event"] == "eval"] == ["validation", "eval"]
+
+
+def test_a_folder_that_is_not_divided_stays_so(images: Path, tmp_path: Path) -> None:
+    data = ImageFolder(images, resolutions=[32])
+    assert data.sides is None
+    assert process(tmp_path / "cache", data, Tiny()).sides is None
+    with pytest.raises(UserError, match="eval_steps needs eval_dataset beside it, or ImageFolder with validation"):
+        train_tiny(tmp_path / "out", data, eval_steps=5)
+    data = ImageFolder(images, resolutions=[32, 64], validation=True)
+    by_prompt: dict[str, set[str]] = {}
+    for index, side in enumerate(data.sides.names):
+        by_prompt.setdefault(data[index]["prompt"], set()).add(side)
+    assert len(data) == 24
+    assert all(len(sides) == 1 for sides in by_prompt.values())
+    assert parse_sides(["train", "validation"], 2).indices("validation") == [1]
+    for names in (["train"], ["train", "test"]):
+        with pytest.raises(ValueError, match="not valid"):
+            parse_sides(names, 2)
+
+
+def test_a_catalogue_remembers_the_sides(images: Path, tmp_path: Path) -> None:
+    def names(data: ImageFolder) -> dict[str, str]:
+        return {data[index]["prompt"]: side for index, side in enumerate(data.sides.names)}
+
+    before = names(ImageFolder(images, catalogue=tmp_path / "catalogue", **DIVIDED))
+    add_images(images, range(12, 80))
+    assert before.items() <= names(ImageFolder(images, catalogue=tmp_path / "catalogue", **DIVIDED)).items()

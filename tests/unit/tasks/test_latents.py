@@ -60,15 +60,13 @@ def test_latents_are_those_of_flux_qwen_image_and_sana_and_keep_frames() -> None
     assert torch.allclose(latents[:, 0], latent_of(vae), atol=1e-5), "the first frame is encoded alone"
     torch.manual_seed(0)
     vae, video = wan_vae(), np.stack([PIXELS] * 5)
-    assert torch.equal(
-        latent_of(vae, EncodeVideo(sample=False), 0.5, video=video), latent_of(vae, EncodeVideo(), video=video)
-    )
+    without = latent_of(vae, EncodeVideo(sample=False), 0.5, video=video)
+    assert torch.equal(without, latent_of(vae, EncodeVideo(), video=video))
     module = SimpleNamespace(vae=vae)
     assert EncodeVideo(sample=False).run(module, video=torch.from_numpy(video))["moments"].shape[0] == vae.config.z_dim
 
 
 def wan_vae() -> Any:
-    """Return a tiny VAE of Wan."""
     statistics = {"latents_mean": [-0.5, 0.1, 0.2, 0.9], "latents_std": [2.0, 1.5, 0.8, 1.2]}
     return diffusers.AutoencoderKLWan(base_dim=8, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, **statistics)
 

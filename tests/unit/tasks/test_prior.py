@@ -25,9 +25,8 @@ def test_class_images_are_weighted_and_drawn_once(tmp_path: Path) -> None:
     each = model.each(samples)
     assert (each[:2] > 0).all()
     assert (each[2:] == 0).all()
-    assert torch.equal(
-        each[:2], model.each([{**sample, "data": Images(2)[index]} for index, sample in enumerate(samples[:2])])
-    )
+    plain = [{**sample, "data": Images(2)[index]} for index, sample in enumerate(samples[:2])]
+    assert torch.equal(each[:2], model.each(plain))
     drawn: list[tuple[str, int]] = []
 
     def make(prompt: str, seed: int) -> Image.Image:

@@ -150,18 +150,10 @@ def test_a_stacked_batch_has_the_loss_and_gradients_of_its_samples(case: str) ->
 
 def test_a_batch_holds_what_is_read_and_stacks_what_is_equal() -> None:
     batch = stacked(Model(), samples(some_masked))
-    assert {name: tuple(value.shape) for name, value in batch.values.items()} == {
-        "latents": (4, 3, 4, 4),
-        "text": (4, 5, 8),
-        "ids": (4, 2),
-        "mask": (4, 4, 4),
-        "noise": (4, 3, 4, 4),
-    }
-    assert {name for name, column in batch.host.items() if isinstance(column, list)} == {
-        "loss_weight",
-        "frames",
-        "name",
-    }
+    shapes = {"latents": (4, 3, 4, 4), "text": (4, 5, 8), "ids": (4, 2), "mask": (4, 4, 4), "noise": (4, 3, 4, 4)}
+    assert {name: tuple(value.shape) for name, value in batch.values.items()} == shapes
+    lists = {name for name, column in batch.host.items() if isinstance(column, list)}
+    assert lists == {"loss_weight", "frames", "name"}
     assert stacked(Model(encode), samples(noisy_image)).get("noise") is None, "the latents' shape is not known yet"
     # fSDP would cast times and noise to bfloat16.
     batch = stacked(Model(), samples(item))
@@ -186,8 +178,6 @@ def test_the_errors_are_those_of_the_samples(make: Any, message: str) -> None:
 
 
 class Items(list[Any]):
-    """Samples of the case, as a dataset."""
-
     def __init__(self, make: Callable[[int], dict[str, Any]]) -> None:
         super().__init__(make(index) for index in range(8))
 

@@ -104,8 +104,6 @@ def test_saves_by_epoch_by_step_and_by_a_custom_hook(tmp_path: Path) -> None:
 
 
 class OurLogger(ModelLogger):
-    """Notes the files that it writes."""
-
     def __init__(self, output_path: Path) -> None:
         super().__init__(output_path)
         self.files: list[str] = []
@@ -171,7 +169,6 @@ def test_a_signal_ends_a_script_with_one_line_and_exit_code_75(tmp_path: Path) -
 
 
 def test_the_file_save_quit_ends_a_script_with_exit_code_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it ends the train stage."""
     monkeypatch.setattr("sd3_light.checkpoint.requests.FILE_CHECK_SECONDS", 0.0)
     (tmp_path / "save_quit").touch()
     leftover = leave(tmp_path / "step-5.safetensors")
@@ -321,9 +318,7 @@ def test_an_engine_without_an_accelerator_trains_the_same(tmp_path: Path) -> Non
     )
 
 
-def test_bf16_narrows_frozen_weights_but_not_the_adapter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bf16_narrows_frozen_weights_but_not_the_adapter(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     """The losses equal those of float32 weights, which autocast narrows for each product."""
 
     x, seen = torch.zeros(1, 3, 4, 4), []  # float32, as a pipeline feeds it
@@ -458,9 +453,7 @@ def test_other_verbs_name_the_newest_file_of_a_script(tmp_path: Path, best: bool
     for number, name in enumerate(("step-9", "step-10", "step-10.long")):  # in the order in which they are written
         (folder / f"{name}.safetensors").write_bytes(b"")
         os.utime(folder / f"{name}.safetensors", (2e9 + number, 2e9 + number))
-    message = (
-        r"saved step-10.safetensors there; use that file: a LoRA with `sd3-light sample MODEL PROMPT --lora .*run/s"
-    )
+    message = r"saved step-10.safetensors there; use that file: a LoRA with `sd3-light sample MODEL PROMPT --lora .*run"
     with pytest.raises(UserError, match=message):
         choose_model(folder, best)
     with pytest.raises(UserError, match=message):

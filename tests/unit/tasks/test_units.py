@@ -120,13 +120,8 @@ class ProcessPrompt(PipelineUnit):
     """Derived from our class, with the positive side of guidance."""
 
     def __init__(self) -> None:
-        super().__init__(
-            seperate_cfg=True,
-            input_params=("moments",),
-            input_params_posi={"value": "text"},
-            input_params_nega={"value": "negative"},
-            output_params=("shifted",),
-        )
+        sides = {"input_params_posi": {"value": "text"}, "input_params_nega": {"value": "negative"}}
+        super().__init__(seperate_cfg=True, input_params=("moments",), output_params=("shifted",), **sides)
 
     def process(self, pipe: Any, value: float, moments: Tensor) -> dict[str, Tensor]:
         assert moments.shape == (1, 4), "values of earlier units are batches of one"

@@ -16,18 +16,10 @@ import torch
 from torch import nn
 from torch.utils.data import get_worker_info
 
+from sd3_light import tasks
 from sd3_light.checkpoint.store import write_part
 from sd3_light.config.faults import Stopped, UserError
-from sd3_light.tasks import (
-    DiffusionTrainingModule,
-    FlowMatchDPOLoss,
-    FlowMatchSFTLoss,
-    ModelLogger,
-    PipelineUnit,
-    ProcessedDataset,
-    launch_training_task,
-    unit,
-)
+from sd3_light.tasks import DiffusionTrainingModule, FlowMatchSFTLoss, ModelLogger, PipelineUnit, unit
 from sd3_light.tasks.train import aborting_on_error
 from tests.unit.tasks.toy import Encode, Images, Toy, process, train
 
@@ -87,6 +79,10 @@ def changed(**attributes: Any) -> Toy:
     return type("Changed", (Toy,), attributes)()
 
 
+def one_channel(self: Any, noisy: Any, *_: Any) -> Any:
+    return self.transformer(noisy)[:, :1]
+
+
 def with_spare_weights() -> Toy:
     model = Toy()
     model.transformer.spare = nn.Linear(2, 2)
@@ -119,19 +115,10 @@ def broken(module: Any, image: Any) -> Any:
         (lambda: Bare(misspelt), "unit misspelt uses 'vea', which the module does not have; set self.vea"),
         (lambda: Bare(broken), "unit broken raised"),
         (lambda: Bare(Encode(), ReturnsNone()), "units Encode and ReturnsNone both write 'latents'"),
-        (
-            lambda: changed(denoise=lambda self, noisy, t, inputs: self.transformer(noisy)[:, :1]),
-            "denoise returned (2, 1, 4, 4) for latents of (2, 3, 4, 4)",
-        ),
-        (
-            lambda: changed(denoise=lambda self, noisy, t, inputs: noisy * 0),
-            "the loss depends on no weight that trains",
-        ),
+        (lambda: changed(denoise=one_channel), "denoise returned (2, 1, 4, 4) for latents of (2, 3, 4, 4)"),
+        (lambda: changed(denoise=lambda self, noisy, *_: 0 * noisy), "the loss depends on no weight that trains"),
         (with_spare_weights, "no gradient reached spare.weight of the denoiser"),
-        (
-            lambda: changed(reads=("text",)),
-            "'text' is read, but it is neither in the data nor written by a unit",
-        ),
+        (lambda: changed(reads=("text",)), "'text' is read, but it is neither in the data nor written by a unit"),
         (lambda: Bare(Encode(), loss=lambda *inputs: 0), "derive it from FlowMatchSFTLoss"),
     ],
 )
@@ -157,10 +144,9 @@ def test_bad_adapters(keys: dict[str, Any], message: str) -> None:
 
 def test_bad_losses_and_loggers() -> None:
     assert "shift is -1; give a number >= 0.001" in error_of(lambda: FlowMatchSFTLoss(shift=-1))
-    assert 'give one of "logit_normal", "uniform"' in error_of(
-        lambda: FlowMatchSFTLoss(timestep_sample_method="cosine")
-    )
-    assert "beta is 0; give a number > 0" in error_of(lambda: FlowMatchDPOLoss(beta=0))
+    line = error_of(lambda: FlowMatchSFTLoss(timestep_sample_method="cosine"))
+    assert 'give one of "logit_normal", "uniform"' in line
+    assert "beta is 0; give a number > 0" in error_of(lambda: tasks.FlowMatchDPOLoss(beta=0))
     assert "save_dtype is torch.int8" in error_of(lambda: ModelLogger("out", save_dtype=torch.int8))
     assert "output_path is None" in error_of(lambda: ModelLogger(None))  # type: ignore[arg-type]
 
@@ -237,8 +223,6 @@ def test_a_killed_worker_loses_no_step(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_an_error_stays_as_it_is_when_the_device_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing can be saved."""
-
     gone = Mock(side_effect=RuntimeError("the device is gone"))
     monkeypatch.setattr("sd3_light.checkpoint.background.HostBuffers.copy", gone)
     with pytest.raises(UserError, match=r"odd; fix it$") as error:
@@ -256,13 +240,11 @@ def test_an_error_aborts_the_process_group(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(Stopped), aborting_on_error():
         raise Stopped("all of them stop")
     assert not aborted
-    error_of(lambda: launch_training_task(None, Images(), Toy(), ModelLogger(tmp_path), batch_size=0))
+    error_of(lambda: tasks.launch_training_task(None, Images(), Toy(), ModelLogger(tmp_path), batch_size=0))
     assert aborted == ["aborted"]
 
 
-def test_a_failed_save_is_reported_at_once_and_the_next_one_may_succeed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_save_is_reported_and_the_next_one_may_succeed(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     full = {"step-00000002"}
 
     def write(folder: Path, *args: Any) -> int:
@@ -280,9 +262,8 @@ def test_a_failed_save_is_reported_at_once_and_the_next_one_may_succeed(
     settings: dict[str, Any] = {"draw": lambda model: 1 // 0, "draw_steps": 3, "checkpoint_steps": 1}
     assert "(step 3 is saved: resume=True" in error_of(lambda: run(tmp_path / "broken", **settings))
     full.add("step-00000004")
-    assert "the checkpoint at step 4 failed" in error_of(
-        lambda: run(tmp_path / "last", max_steps=4, checkpoint_steps=1)
-    )
+    line = error_of(lambda: run(tmp_path / "last", max_steps=4, checkpoint_steps=1))
+    assert "the checkpoint at step 4 failed" in line
 
 
 def test_a_folder_holds_one_task(tmp_path: Path) -> None:
@@ -297,9 +278,8 @@ def test_a_folder_holds_one_task(tmp_path: Path) -> None:
         damaged = error_of(lambda: run(tmp_path / "out", resume=resume))  # noqa: B023
         assert "is damaged: step-00000003 (index.json cannot be read); restore one from a copy, or choose" in damaged
     (tmp_path / "file").write_text("taken")
-    assert "is not writable (Not a directory); choose another output_path" in error_of(
-        lambda: run(tmp_path / "file" / "out")
-    )
+    line = error_of(lambda: run(tmp_path / "file" / "out"))
+    assert "is not writable (Not a directory); choose another output_path" in line
 
 
 def test_processed_data_of_other_units_are_rejected(tmp_path: Path) -> None:
@@ -307,9 +287,8 @@ def test_processed_data_of_other_units_are_rejected(tmp_path: Path) -> None:
     data, model = process(tmp_path / "data"), Toy()
     with torch.no_grad():
         model.encoder.weight += 1
-    assert "was made by unit Encode with another 'encoder' than it has now" in error_of(
-        lambda: run(tmp_path / "out", model, data)
-    )
+    line = error_of(lambda: run(tmp_path / "out", model, data))
+    assert "was made by unit Encode with another 'encoder' than it has now" in line
     del model.encoder
     run(tmp_path / "light", model, data)
 
@@ -334,9 +313,8 @@ def test_units_of_one_class_are_distinguished(tmp_path: Path) -> None:
     assert "by unit Scaled with another 'settings'" in error_of(lambda: run(tmp_path / "other", model(3.0), data))
     data = [{"image": torch.full((3, 4, 4), math.nan)}] * 4
     assert "none of 3 steps was taken" in error_of(lambda: run(tmp_path / "short", data=data))
-    assert "not finite in 3 steps in a row" in error_of(
-        lambda: run(tmp_path / "long", data=data, max_steps=9, max_nonfinite_steps=2)
-    )
+    line = error_of(lambda: run(tmp_path / "long", data=data, max_steps=9, max_nonfinite_steps=2))
+    assert "not finite in 3 steps in a row" in line
 
 
 def test_bad_data_for_processing(tmp_path: Path) -> None:
@@ -353,4 +331,4 @@ def test_bad_data_for_processing(tmp_path: Path) -> None:
     assert len(process(tmp_path / "c")) == 6
     assert Encode.runs - runs == 12
     (tmp_path / "c" / "manifest.json").write_text("{")
-    assert "manifest.json is damaged" in error_of(lambda: ProcessedDataset(tmp_path / "c"))
+    assert "manifest.json is damaged" in error_of(lambda: tasks.ProcessedDataset(tmp_path / "c"))

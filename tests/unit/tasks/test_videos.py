@@ -81,15 +81,8 @@ def test_unusable_inputs_are_left_out_with_a_reason(tmp_path: Path, capsys: pyte
     files |= {"cut.gif": LONG[:-200], "old.avi": b"RIFF"}
     captions: dict[str, bytes | str] = {f"{Path(name).stem}.txt": "a caption" for name in files}
     write_files(tmp_path, files | captions | {"silent.gif": LONG, "lost.txt": "no clip"})
-    expected = {
-        "short.gif": "too_short",
-        "empty.gif": "empty_file",
-        "page.gif": "not_a_video",
-        "cut.gif": "truncated",
-        "old.avi": "unsupported_format",
-        "silent.gif": "no_caption",
-        "lost.txt": "missing_file",
-    }
+    expected = {"short.gif": "too_short", "empty.gif": "empty_file", "page.gif": "not_a_video", "cut.gif": "truncated"}
+    expected |= {"old.avi": "unsupported_format", "silent.gif": "no_caption", "lost.txt": "missing_file"}
     clips = dataset(tmp_path, 20)
     assert rejects(clips.rejects) == expected
     assert len(clips) == 1
@@ -134,9 +127,7 @@ def test_a_clip_that_changes_later_is_named(tmp_path: Path) -> None:
     write_files(tmp_path, {"a.gif": LONG, "a.txt": "a caption"})
     clips = dataset(tmp_path, 20)
     write_files(tmp_path, {"a.gif": SHORT})
-    with pytest.raises(
-        UserError, match=r"a.gif has changed since it was checked \(changed_meanwhile: 6 frames instead"
-    ):
+    with pytest.raises(UserError, match=r"a.gif has changed since .* \(changed_meanwhile: 6 frames instead"):
         clips[0]
 
 
@@ -166,9 +157,8 @@ def test_wrong_paths(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no usable video: no file ends in \.gif, \.m4v"):
         dataset(tmp_path)
     write_files(tmp_path, {"a.mp4": b"x", "a.txt": "a", "b.png": b"x", "b.txt": "b", "c.avi": b"x", "d.heic": b"x"})
-    assert [item.key for item in scan(directory(tmp_path), 0)] == [
-        f"{tmp_path.name}#0/{name}" for name in ("b.png", "d.heic")
-    ]
+    keys = [item.key for item in scan(directory(tmp_path), 0)]
+    assert keys == [f"{tmp_path.name}#0/{name}" for name in ("b.png", "d.heic")]
     keys = [item.key for item in scan(directory(tmp_path), 0, VIDEOS)]
     assert keys == [f"{tmp_path.name}#0/{name}" for name in ("a.mp4", "c.avi")]
 

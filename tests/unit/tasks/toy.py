@@ -12,20 +12,12 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from sd3_light import tasks
 from sd3_light.runlog import read_log
-from sd3_light.tasks import (
-    DiffusionTrainingModule,
-    ModelLogger,
-    PipelineUnit,
-    ProcessedDataset,
-    launch_data_process_task,
-    launch_training_task,
-)
+from sd3_light.tasks import ModelLogger, ProcessedDataset, launch_data_process_task, launch_training_task
 
 
 class Images(Dataset[Any]):
-    """Latents of two sizes."""
-
     def __init__(self, count: int = 8, mixed: bool = False) -> None:
         self.count, self.mixed = count, mixed
 
@@ -40,7 +32,7 @@ class Images(Dataset[Any]):
         return {"image": torch.randn(3, side, side, generator=torch.Generator().manual_seed(index)), "name": str(index)}
 
 
-class Encode(PipelineUnit):
+class Encode(tasks.PipelineUnit):
     reads, writes, uses = ("image",), ("latents",), ("encoder",)
     runs = 0
 
@@ -49,7 +41,7 @@ class Encode(PipelineUnit):
         return {"latents": module.encoder(image[None])[0]}
 
 
-class Toy(DiffusionTrainingModule):
+class Toy(tasks.DiffusionTrainingModule):
     def __init__(self, adapter: bool = False, dropout: float = 0.0) -> None:
         torch.manual_seed(0)
         net = (
@@ -79,7 +71,6 @@ def train(
 
 
 def steps(events: list[dict[str, Any]], *keys: str) -> list[tuple[Any, ...]]:
-    """Return values of each step."""
     return [tuple(event[key] for key in keys) for event in events if event["event"] == "step"]
 
 

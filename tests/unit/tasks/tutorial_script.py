@@ -20,8 +20,6 @@ from sd3_light.tasks import (
 
 
 class Videos(torch.utils.data.Dataset):
-    """Short videos with a prompt each."""
-
     def __len__(self):
         return 4
 
@@ -58,8 +56,6 @@ class Scheduler:
 
 
 class LoRALinear(torch.nn.Module):
-    """A frozen layer with trainable A and B."""
-
     def __init__(self, base, rank=2):
         super().__init__()
         self.base = base.requires_grad_(False)
@@ -72,15 +68,11 @@ class LoRALinear(torch.nn.Module):
 
 
 class VaeUnit:
-    """Video -> latents."""
-
     def process(self, pipe, inputs):
         return {"input_latents": pipe.vae(inputs["video"][None])}
 
 
 class PromptUnit:
-    """Prompt -> embedding."""
-
     def process(self, pipe, inputs):
         tokens = torch.tensor([ord(letter) % 16 for letter in inputs["prompt"]], device=pipe.device)
         return {"context": pipe.text_encoder(tokens).mean(0)}
@@ -106,8 +98,6 @@ class VideoPipeline(torch.nn.Module):
 
 
 class VideoTrainingModule(DiffusionTrainingModule):
-    """Contains the pipeline."""
-
     def __init__(self, task):
         super().__init__()
         self.pipe = VideoPipeline()
@@ -127,11 +117,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("output_path")
     parser.add_argument("task")
-    parser.add_argument("--learning_rate", type=float, default=1e-2)
-    parser.add_argument("--weight_decay", type=float, default=1e-2)
-    parser.add_argument("--dataset_num_workers", type=int, default=0)
-    parser.add_argument("--save_steps", type=int, default=None)
-    parser.add_argument("--num_epochs", type=int, default=2)
+    for name in ("learning_rate", "weight_decay"):
+        parser.add_argument(f"--{name}", type=float, default=1e-2)
+    for name, default in (("dataset_num_workers", 0), ("save_steps", None), ("num_epochs", 2)):
+        parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     accelerator = Accelerator(gradient_accumulation_steps=2)
     model = VideoTrainingModule(args.task)
@@ -141,15 +130,5 @@ if __name__ == "__main__":
     else:
         dataset = Cached(f"{args.output_path}/cache") if args.task == "train" else Videos()
         model_logger = ModelLogger(f"{args.output_path}/{args.task}")
-        launch_training_task(
-            accelerator,
-            dataset,
-            model,
-            model_logger,
-            learning_rate=1e-5,
-            weight_decay=1e-2,
-            num_workers=1,
-            save_steps=None,
-            num_epochs=1,
-            args=args,
-        )
+        settings = {"learning_rate": 1e-5, "weight_decay": 1e-2, "num_workers": 1, "save_steps": None, "num_epochs": 1}
+        launch_training_task(accelerator, dataset, model, model_logger, **settings, args=args)

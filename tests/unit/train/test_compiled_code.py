@@ -28,9 +28,8 @@ def code(**facts: Any) -> CompiledCode:
 def context(resumed: object | None = None, path: Path = Path(), device: str = "cuda", **keys: Any) -> Any:
     config = SimpleNamespace(compile="auto", gradient_accumulation_steps=1, **keys)
     run = SimpleNamespace(path=path)
-    return SimpleNamespace(
-        config=config, device=torch.device(device), groups=ProcessGroups(), resumed=resumed, folder=run
-    )
+    rest = {"device": torch.device(device), "groups": ProcessGroups(), "resumed": resumed, "folder": run}
+    return SimpleNamespace(config=config, **rest)
 
 
 def test_a_note_is_found_by_the_same_facts() -> None:
@@ -44,9 +43,7 @@ def test_a_note_is_found_by_the_same_facts() -> None:
     assert code(model="a").read(time.time()) == note, "the first one stays"
 
 
-def test_without_a_folder_there_are_no_notes_and_damaged_ones_are_none(
-    monkeypatch: pytest.MonkeyPatch, folder: Path
-) -> None:
+def test_without_a_folder_there_are_no_notes_and_damaged_ones_are_none(monkeypatch: Any, folder: Path) -> None:
     path = code(model="a").path
     for text in ("", "[]", "{", '{"time": "soon", "text_step": 1}', '{"time": 1}'):
         path.write_text(text, encoding="utf-8")
@@ -64,9 +61,8 @@ def test_short_runs_compile_where_code_was_left(capsys: pytest.CaptureFixture[st
     assert left_code(context(), code(), WARM_PASSES) is None
     code().write(32)
     assert left_code(context(), code(), WARM_PASSES) is not None
-    assert capsys.readouterr().err == (
-        f"blocks: an earlier run left compiled code, which pays from about {WARM_PASSES} micro-batches on\n"
-    )
+    line = f"blocks: an earlier run left compiled code, which pays from about {WARM_PASSES} micro-batches on\n"
+    assert capsys.readouterr().err == line
     assert left_code(context(), code(), WARM_PASSES - 1) is None
     assert left_code(context(), code(), ENOUGH_PASSES) is None, "a long run needs no note"
     assert left_code(context(device="cpu"), code(), WARM_PASSES) is None

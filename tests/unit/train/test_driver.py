@@ -24,9 +24,9 @@ from sd3_light.export.export_spec import ExportError
 from sd3_light.export.proof import ProofError
 from sd3_light.optim.ema import Averages
 from sd3_light.train.driver import Driver, HookSchedule, RunHooks
-from sd3_light.train.loop import Run, every
+from sd3_light.train.loop import every
 from sd3_light.train.measurement import Measurement
-from tests.unit.train.test_loop import CountingEngine, numbered
+from tests.unit.train.test_loop import CountingEngine, numbered, run
 from tests.waiting import HANG_SECONDS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -35,12 +35,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 class OneWeight(CountingEngine):
     """Raises ``early`` errors before a step, ``errors`` after it."""
 
-    def __init__(
-        self,
-        bad: Sequence[int] = (),
-        errors: Mapping[int, Exception] | None = None,
-        early: Mapping[int, Exception] | None = None,
-    ) -> None:
+    def __init__(self, bad: Sequence[int] = (), errors: Any = None, early: Any = None) -> None:
         super().__init__(bad)
         self.errors, self.early = errors or {}, early or {}
 
@@ -67,41 +62,18 @@ class OneWeight(CountingEngine):
 class Case:
     """A driver of 6 steps in a folder, and the events that it logs."""
 
-    def __init__(
-        self,
-        folder: Path,
-        engine: OneWeight | None = None,
-        hooks: RunHooks | None = None,
-        schedule: HookSchedule | None = None,
-        launch: Launch | None = None,
-        start: Progress | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, engine: Any = None, start: Progress | None = None, **keys: Any) -> None:
         self.folder, self.engine, self.events = folder, engine or OneWeight(), list[dict[str, Any]]()
+        keys = {"hooks": RunHooks(), "schedule": HookSchedule(), "launch": Launch(), **keys}
         ema = EmaConfig(enable=True, decay=0.5)
         self.averages = Averages(self.engine.weights, ema)
-        run = Run(
-            engine=self.engine,  # type: ignore[arg-type]
-            steps=numbered,
-            samples_in=lambda position: 4,
-            learning_rate=lambda step: 1.0,
-            total_steps=6,
-            progress=start or Progress(),
-            averages=self.averages,
-            log=lambda event, **fields: self.events.append({"event": event, **fields}),
-            max_nonfinite_steps=1,
-        )
-        self.driver = Driver(
-            run=run,
-            launch=launch or Launch(),
-            groups=ProcessGroups(),
-            folder=folder,
-            hooks=hooks or RunHooks(),
-            schedule=schedule or HookSchedule(),
-            facts={"order": "some"},
-            keep_last=0,
-            out_of_memory="use less",
-            resume_hint="--resume",
-        )
+        state = {"progress": start or Progress(), "averages": self.averages, "max_nonfinite_steps": 1}
+        trained = run(6, self.engine, log=self.log, **state)
+        keys |= {"groups": ProcessGroups(), "facts": {"order": "some"}, "keep_last": 0}
+        self.driver = Driver(run=trained, folder=folder, out_of_memory="use less", resume_hint="--resume", **keys)
+
+    def log(self, event: str, **fields: Any) -> None:
+        self.events.append({"event": event, **fields})
 
     def train(self) -> Progress:
         with self.driver.running():
@@ -134,9 +106,7 @@ def test_the_last_export_is_announced_while_it_is_written(tmp_path: Path, monkey
 
     monkeypatch.setattr("sd3_light.train.driver.info", info)
     Case(tmp_path, hooks=RunHooks(export=export)).train()
-    assert re.fullmatch(
-        r"step 6: writing the last (checkpoint and )?export, which is verified by reloading it", lines[0]
-    )
+    assert re.fullmatch(r"step 6: writing the last (checkpoint and )?export, which is verified by .*", lines[0])
 
 
 def test_a_run_ends_with_a_checkpoint(tmp_path: Path) -> None:
@@ -287,10 +257,8 @@ def test_a_failed_save_ends_the_run_only_if_it_is_the_last(tmp_path: Path, full:
     assert reason == "No space left on device; earlier checkpoints are intact"
     full.add("step-00000006")
     late = Case(tmp_path / "late", schedule=HookSchedule(checkpoint=every(4)))
-    assert late.error() == (
-        "the checkpoint at step 6 failed: No space left on device; earlier checkpoints are intact; free disk space "
-        "or fix the disk, then resume"
-    )
+    failed = "the checkpoint at step 6 failed: No space left on device"
+    assert late.error() == f"{failed}; earlier checkpoints are intact; {FREE}"
 
 
 def test_a_run_stops_if_its_first_save_fails(tmp_path: Path, full: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,10 +272,8 @@ def test_a_run_stops_if_its_first_save_fails(tmp_path: Path, full: set[str], mon
     with monkeypatch.context() as patch:
         refuse = Mock(side_effect=PermissionError(13, "Permission denied"))
         patch.setattr("sd3_light.checkpoint.background.write_part", refuse)
-        assert both.error() == (  # not the failed export
-            "the checkpoint at step 6 failed: Permission denied; no checkpoint was ever saved: fix the cause, then "
-            "start again"
-        )
+        failed = "the checkpoint at step 6 failed: Permission denied"  # not the export
+        assert both.error() == f"{failed}; no checkpoint was ever saved: fix the cause, then start again"
     # at step 3 the failure of step 2 is known; another attempt is made at the end of the next step
     full.add("step-")
     case = slowly(Case(tmp_path, schedule=HookSchedule(checkpoint=every(2))))
@@ -326,10 +292,8 @@ def test_a_run_stops_if_its_first_save_fails(tmp_path: Path, full: set[str], mon
 def test_the_last_attempt_of_a_run_that_stops_may_succeed(tmp_path: Path, full: set[str]) -> None:
     full.add("step-00000001")
     case = slowly(Case(tmp_path, schedule=HookSchedule(checkpoint=lambda old, new: new.step == 1)))
-    assert case.error() == (
-        "the checkpoint at step 1 failed: No space left on device; free disk space or fix the disk, then resume "
-        "(step 3 is saved: --resume continues from there)"
-    )
+    failed = "the checkpoint at step 1 failed: No space left on device"
+    assert case.error() == f"{failed}; {FREE} (step 3 is saved: --resume continues from there)"
     assert case.saved() == ["step-00000003"]
     # a run may continue after its first save failed
     full.update({"step-00000002", "step-00000004"})
@@ -357,9 +321,7 @@ def converted(error: Exception) -> ExportError:
         (UserError("the base is gone"), False),
     ],
 )
-def test_an_export_that_cannot_be_written_before_the_first_checkpoint_stops_the_run(
-    tmp_path: Path, full: set[str], error: Exception, stops: bool
-) -> None:
+def test_a_failed_first_export_stops_the_run(tmp_path: Path, full: set[str], error: Exception, stops: bool) -> None:
     """If it is written and only its verification fails, checkpoints can be written too."""
     full.add("step-")
     hooks = RunHooks(export=Mock(side_effect=error))

@@ -17,9 +17,10 @@ from sd3_light.engines.protocol import MicroBatch, StepNumbers, StepStream
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.train import meter
 from sd3_light.train.idle import WARN_WINDOW, DeviceGaps, HostTimes, IdleAdvice, watch_updates
-from sd3_light.train.loop import Hook, Run, every, train
+from sd3_light.train.loop import Hook, every, train
 from sd3_light.train.meter import Meter
 from tests.unit.engines.test_torch import Line, line_batch
+from tests.unit.train.test_loop import run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -110,20 +111,14 @@ class LateResult:
         return StepNumbers({"loss": 1.0}, 1.0, True)
 
 
-def train_on(
-    device: Device,
-    steps: int,
-    monkeypatch: pytest.MonkeyPatch,
-    logging_steps: int = 10,
-    writing: float = 0.0,
-    records: list[dict[str, Any]] | None = None,
-    hook_every: int | None = None,
-    **advice: Any,
-) -> list[dict[str, Any]]:
-    """Train on a simulated device; return the step records, each of which takes the host ``writing`` seconds."""
+def train_on(device: Device, steps: int, monkeypatch: Any, logging_steps: int = 10, **keys: Any) -> list[Any]:
+    """Train on a simulated device; return the step records, each of which takes the host ``writing`` seconds.
+
+    A hook may act every ``hook_every`` steps; other keys are those of the advice.
+    """
+    writing, hook_every, records = keys.pop("writing", 0.0), keys.pop("hook_every", None), list[Any]()
     monkeypatch.setattr(meter.time, "perf_counter", lambda: device.now)
     monkeypatch.setattr(meter.time, "thread_time", lambda: device.now)
-    records = [] if records is None else records
 
     def log(event: str, **fields: Any) -> None:
         device.now += writing
@@ -131,22 +126,11 @@ def train_on(
 
     gaps = DeviceGaps(device.mark)
     device.before_update = gaps.backward_queued
-    train(
-        Run(
-            engine=device,  # type: ignore[arg-type]
-            steps=device.steps,
-            samples_in=lambda position: 4,
-            learning_rate=lambda step: 0.1,
-            total_steps=steps,
-            log=log,
-            meter=Meter(gaps=gaps),
-            flops_in=lambda batches: 7,
-            begin_step=device.begin_step,
-            hooks=[Hook("wait", every(hook_every), lambda progress: device.wait(0.5))],
-            logging_steps=logging_steps,
-            idle_advice=IdleAdvice(**{"workers": 8, **advice}),
-        )
-    )
+    advice = IdleAdvice(**{"workers": 8, **keys})
+    hooks = [Hook("wait", every(hook_every), lambda progress: device.wait(0.5))]
+    of_device = {"steps": device.steps, "begin_step": device.begin_step, "meter": Meter(gaps=gaps)}
+    logging = {"log": log, "logging_steps": logging_steps, "idle_advice": advice, "flops_in": lambda batches: 7}
+    train(run(steps, device, hooks=hooks, **of_device, **logging))  # type: ignore[arg-type]
     return records
 
 
@@ -162,10 +146,6 @@ def train_on(
         (Device(data=1, launch=3, work=20, depth=6), 0.0, 0.0),  # the host is ahead, but never by a whole step
         (Device(data=1, launch=3, work=15, between=5), 0.0, 0.0),  # averages and inputs are work, too
         (Device(data=27, launch=3, work=17, between=1), 0.43, 0.0),  # inputs that the device prepares count
-    ],
-    ids=[
-        *("computing", "loading", "launching", "launching and loading", "waiting", "other", "full queue"),
-        *("work between steps", "waiting with work between steps"),
     ],
 )
 def test_waits_of_the_device_are_measured(device: Device, idle: float, bound: float, monkeypatch: Any) -> None:
@@ -202,11 +182,8 @@ def test_measuring_and_records_do_not_slow_the_device(monkeypatch: pytest.Monkey
         (Device(data=1, launch=29, work=18), 30),
         (Device(data=1, launch=3, work=20, depth=2), 20),
     ],
-    ids=["computing", "waiting", "launching", "short queue"],
 )
-def test_every_record_has_the_time_of_its_steps(
-    device: Device, milliseconds: float, logging_steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_records_time_their_steps(device: Device, milliseconds: float, logging_steps: int, monkeypatch: Any) -> None:
     """Also before and after hooks of half a second, and the last one."""
     records = train_on(device, 300, monkeypatch, logging_steps, hook_every=20)
     times = [1000 * record["seconds"] for record in records[2:]]
@@ -259,40 +236,28 @@ def test_only_updates_that_wait_for_nothing_are_watched(optimizer: str, watched:
     assert gaps.sees_updates == watched
 
 
+DISK = LoadTimes(read=9.0, read_cpu=1.0, prepare=2.0, prepare_cpu=2.0)
+CORES = LoadTimes(read=9.0, read_cpu=3.0, prepare=6.0, prepare_cpu=2.0)
 CAUSES = [
-    (Device(data=27, launch=3, work=18), {}, "the workers are too slow; raise num_dataloader_workers (now 8"),
-    (Device(data=27, launch=3, work=18), {"workers": 0}, "the main process prepares the data; raise num_data"),
-    (
-        Device(data=27, launch=3, work=18),
-        {"load": LoadTimes(read=9.0, read_cpu=1.0, prepare=2.0, prepare_cpu=2.0)},
-        "the workers wait for the disk 73% of the time; put the cache on a faster disk",
-    ),
-    (
-        Device(data=27, launch=3, work=18),
-        {"load": LoadTimes(read=9.0, read_cpu=3.0, prepare=6.0, prepare_cpu=2.0)},
-        "the 8 workers got only 33% of a core each",
-    ),
-    (
-        Device(data=1, launch=29, work=18),
-        {"batch_key": "batch_size"},
-        "the GPU waited for the host within 100% of the last 50 steps: the batch is too small: queueing the kernels "
-        "takes 29.0 of 30.0 ms per step; raise batch_size",
-    ),
-    (Device(data=1, launch=3, work=18, other=26), {}, "the main process spends 26.0 ms per step between steps"),
+    ((27, 3, 18), {}, "the workers are too slow; raise num_dataloader_workers (now 8"),
+    ((27, 3, 18), {"workers": 0}, "the main process prepares the data; raise num_data"),
+    ((27, 3, 18), {"load": DISK}, "the workers wait for the disk 73% of the time; put the cache on a faster disk"),
+    ((27, 3, 18), {"load": CORES}, "the 8 workers got only 33% of a core each"),
+    ((1, 29, 18), {}, "the GPU waited for the host within 100% of the last 50 steps: the batch is too small: "),
+    ((1, 29, 18), {"batch_key": "batch_size"}, "kernels takes 29.0 of 30.0 ms per step; raise batch_size"),
+    ((1, 3, 18, 26), {}, "the main process spends 26.0 ms per step between steps"),
 ]
 
 
-@pytest.mark.parametrize(("device", "keys", "cause"), CAUSES, ids=[cause[:30] for _, _, cause in CAUSES])
-def test_one_cause(device: Device, keys: Any, cause: str, monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    train_on(device, 400, monkeypatch, **keys)
+@pytest.mark.parametrize(("times", "keys", "cause"), CAUSES, ids=[cause[:30] for _, _, cause in CAUSES])
+def test_one_cause(times: Any, keys: Any, cause: str, monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    train_on(Device(*times), 400, monkeypatch, **keys)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "the GPU" in line]
     assert re.search(r"the GPU (was idle for (39|4\d)%|waited for the host within 100%) of the last 50 steps: ", line)
     assert cause in line
 
 
-def test_advice_comes_after_the_first_steps_and_not_to_a_busy_device(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_advice_comes_after_the_first_steps_and_not_to_a_busy_device(monkeypatch: Any, capsys: Any) -> None:
     """Processes start and kernels are compiled in them."""
     train_on(Device(data=1, launch=29, work=18), 2 * WARN_WINDOW - 10, monkeypatch)
     assert "the GPU" not in capsys.readouterr().err
@@ -303,6 +268,5 @@ def test_advice_comes_after_the_first_steps_and_not_to_a_busy_device(
     times = HostTimes(steps=50, bound=50, seconds=1.5, data=0.1, launch=1.4, launch_cpu=0.7)
     advice = IdleAdvice(12)
     assert advice.of(times) is None
-    assert "got only 50% of a core while it queued kernels; lower num_dataloader_workers (now 12" in str(
-        advice.of(times)
-    )
+    line = advice.of(times)
+    assert "got only 50% of a core while it queued kernels; lower num_dataloader_workers (now 12" in str(line)

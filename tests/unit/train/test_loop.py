@@ -73,8 +73,6 @@ def numbered(first: int) -> StepStream:
 
 
 def failing_after(count: int) -> Callable[[int], StepStream]:
-    """Return data that end in an error."""
-
     def steps(first: int) -> StepStream:
         yield from itertools.islice(numbered(first), count)
         raise UserError("a shard is damaged")
@@ -83,8 +81,8 @@ def failing_after(count: int) -> Callable[[int], StepStream]:
 
 
 def run(total: int, engine: CountingEngine | None = None, **keys: Any) -> Run:
-    defaults: dict[str, Any] = {"samples_in": lambda step: 4, "learning_rate": lambda step: step / 100}
-    return Run(engine=engine or CountingEngine(), steps=numbered, total_steps=total, **{**defaults, **keys})
+    usual: dict[str, Any] = {"samples_in": lambda step: 4, "learning_rate": lambda step: step / 100, "steps": numbered}
+    return Run(engine=engine or CountingEngine(), total_steps=total, **{**usual, **keys})
 
 
 def fired(due: Callable[[Progress, Progress], bool], total: int, samples: int = 4, first: int = 0) -> list[int]:
@@ -94,9 +92,6 @@ def fired(due: Callable[[Progress, Progress], bool], total: int, samples: int = 
     start = Progress(step=first, samples=first * samples, position=first)
     train(run(total, hooks=[hook], progress=start, samples_in=lambda step: samples))
     return steps
-
-
-# --- steps -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -176,9 +171,6 @@ def test_the_last_step_is_logged_before_an_error_of_the_data() -> None:
     assert done == [3]
 
 
-# --- hooks -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("due", "total", "samples", "steps"),
     [
@@ -215,9 +207,6 @@ def test_hooks_act_after_the_step_in_order() -> None:
     hook = Hook("checkpoint", lambda a, b: requests.save, lambda progress: acted.append(progress.step))
     assert train(run(10, engine, requests=requests, hooks=[hook])).step == 3
     assert acted == [3]
-
-
-# --- steps that were not taken -----------------------------------------------------------------
 
 
 def test_skipped_steps_are_counted_and_too_many_in_a_row_stop_the_run() -> None:
@@ -274,9 +263,6 @@ def test_nothing_waits_for_the_device_between_records() -> None:
     assert seen == [(3, 1, 2), (6, 1, 0)]
 
 
-# --- the average and the log -------------------------------------------------------------------
-
-
 def test_the_average_is_updated_even_if_its_step_was_skipped() -> None:
     engine = CountingEngine(bad=[3])  # the fourth step, at which the average is updated
     averages = Averages(engine.weights, EmaConfig(enable=True, decay=0.5, update_every=2))
@@ -322,8 +308,6 @@ def test_a_record_is_the_mean_of_its_steps() -> None:
 
 
 class QuitAfter(RunRequests):
-    """Requests to stop after some steps."""
-
     def __init__(self, after: int) -> None:
         super().__init__()
         self.after = after
@@ -342,9 +326,7 @@ class QuitAfter(RunRequests):
         ({}, [0, 7]),
     ],
 )
-def test_a_file_gets_a_line_every_steps_per_print(
-    capsys: pytest.CaptureFixture[str], keys: dict[str, Any], printed: list[int]
-) -> None:
+def test_a_file_gets_a_line_every_steps_per_print(capsys: Any, keys: dict[str, Any], printed: list[int]) -> None:
     """However fast the steps are; without it, lines come by time. The first and the last line are always printed."""
     train(run(7, **keys))
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("train ")]

@@ -62,8 +62,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 @pytest.fixture
 def place(cached_project: Project) -> Place:
-    """Return a function that places the cache of a project."""
-
     def placed(*settings: str, device: torch.device = CUDA, groups: Any = None, **keys: Any) -> ResidentCache | None:
         loaded = cached_project.load("max_steps=1000", *settings)
         data = open_cache(loaded.dataset, loaded.train, Launch())
@@ -110,9 +108,7 @@ def test_auto_takes_the_fastest_memory(place: Place, gpu: dict[str, int], capsys
     assert 'cache: streamed from its shards (cache_residence = "auto": ' in capsys.readouterr().err
 
 
-def test_auto_streams_on_a_cpu_from_a_url_and_for_less_than_an_epoch_on_all_ranks_alike(
-    place: Place, gpu: dict[str, int]
-) -> None:
+def test_auto_streams_on_a_cpu_from_a_url_and_for_less_than_an_epoch_alike(place: Place, gpu: dict[str, int]) -> None:
     assert where(place(device=CPU)) == "stream"
     assert where(place(remote=True)) == "stream"
     assert where(place("max_steps=1")) == "stream"
@@ -134,13 +130,7 @@ def test_auto_streams_on_a_cpu_from_a_url_and_for_less_than_an_epoch_on_all_rank
         CacheTooLarge("the cache takes 8.0 GB"),
     ],
 )
-def test_a_cache_that_cannot_be_loaded_after_all_is_streamed(
-    place: Place,
-    gpu: dict[str, int],
-    error: Exception,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_failed_cache_is_streamed(place: Place, gpu: Any, error: Exception, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(residence, "load_cache", Mock(side_effect=error))
     assert place() is None
     _, line = capsys.readouterr().err.splitlines()

@@ -16,16 +16,18 @@ from sd3_light.config.faults import UserError
 from sd3_light.core.cost import Layout
 from sd3_light.core.registry import starting_weights
 from sd3_light.train import verb as train
-from sd3_light.train.verb import Resume
-from tests.checkpoints import same, tensors
 from tests.judge_folders import write_vision
 from tests.project import Project
+from tests.unit.train.test_train_preferences import assert_resumes
 
 HEAD = "heads.alignment.weight"
 FLOW = "objective.flow={}"
 
 
-def project_with_teacher(project: Project) -> Project:
+@pytest.fixture(scope="module")
+def cached(raw_project: Project, tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A project with a teacher whose features are in the cache."""
+    project = raw_project.copy(tmp_path_factory.mktemp("aligned") / "project")
     write_vision(project.folder / "teacher")
     text = project.train_toml.read_text(encoding="utf-8")
     text = text.replace("[model]\n", '[model]\nteacher_path = "teacher"\n')
@@ -34,18 +36,9 @@ def project_with_teacher(project: Project) -> Project:
     return project
 
 
-@pytest.fixture(scope="module")
-def cached(raw_project: Project, tmp_path_factory: pytest.TempPathFactory) -> Project:
-    return project_with_teacher(raw_project.copy(tmp_path_factory.mktemp("aligned") / "project"))
-
-
 @pytest.fixture
 def aligned(cached: Project, tmp_path: Path) -> Project:
     return cached.copy(tmp_path / "project")
-
-
-def saved(project: Project, run: str, step: int) -> Path:
-    return project.folder / run / "checkpoints" / checkpoint_name(step)
 
 
 def terms(project: Project, run: str = "run") -> dict[int, float]:
@@ -72,7 +65,7 @@ def test_the_projector_learns_and_is_checkpointed_but_not_averaged_or_exported(a
     keys = ("objective.alignment={block=2}", "model.num_layers=4", "save_every_n_steps=4")
     aligned.train(FLOW, *keys, routing)
     assert all(0.5 < value < 1.5 for value in terms(aligned).values())
-    first, last = (open_checkpoint(saved(aligned, "run", step)) for step in (2, 4))
+    first, last = (open_checkpoint(aligned.run / "checkpoints" / checkpoint_name(step)) for step in (2, 4))
     assert not torch.equal(first.tensor(f"param/{HEAD}"), last.tensor(f"param/{HEAD}"))
     assert f"ema/{HEAD}" not in last.shapes
     (file,) = (aligned.run / "exports" / checkpoint_name(4) / "transformer").glob("*.safetensors")
@@ -83,9 +76,7 @@ def test_the_projector_learns_and_is_checkpointed_but_not_averaged_or_exported(a
 @pytest.mark.parametrize("table", ["{until=0.75}", '{teacher="average", until=0.75}'])
 def test_a_run_resumes_with_the_same_bits(aligned: Project, table: str) -> None:
     term = (FLOW, f"objective.alignment={table}", "model.num_layers=4")
-    aligned.train(*term)
-    aligned.train(*term, 'output_dir="again"', resume=Resume(saved(aligned, "run", 2)))
-    assert same(tensors(saved(aligned, "run", 4)), tensors(saved(aligned, "again", 4)))
+    assert_resumes(aligned, *term)
     assert terms(aligned, "again") == {step: terms(aligned)[step] for step in (3, 4)}
     assert terms(aligned)[3] > 0 == terms(aligned)[4]
 

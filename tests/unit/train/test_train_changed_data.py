@@ -67,9 +67,7 @@ def test_changed_data_is_refused_before_it_is_encoded(project: Project, encoding
         shutil.move(path, kept)
     message = refused(project)
     assert "was trained on another order of data (samples per epoch of bucket " in message
-    assert (
-        "; restore the 3 missing samples, or pass --reset-dataloader; the config has max_steps = 2 (was 1)" in message
-    )
+    assert "; restore the 3 missing samples, or pass --reset-dataloader; the config has max_steps = 2 (" in message
     for path in removed:
         shutil.move(kept / path.name, path)
     (project.images / "new.png").write_bytes(removed[0].read_bytes())
@@ -77,10 +75,8 @@ def test_changed_data_is_refused_before_it_is_encoded(project: Project, encoding
     assert "; remove the 1 new sample, or pass --reset-dataloader" in refused(project)
     (project.images / "new.png").unlink()
     message = refused(project, "seed=4")
-    assert message.endswith(
-        "(seed 3, now 4); write seed = 3, or pass --reset-dataloader; the config has max_steps = 2 (was 1), seed = 4 "
-        "(was 3)"
-    )
+    assert "(seed 3, now 4); write seed = 3, or pass --reset-dataloader; the config has max_steps = 2 " in message
+    assert message.endswith(" (was 1), seed = 4 (was 3)")
     assert encoding == [], "nothing was encoded"
     assert project.train(*MORE, resume=Resume()).step == 2
     removed[0].unlink()
@@ -107,9 +103,7 @@ def test_images_that_cannot_be_decoded_do_not_count(project: Project, encoding: 
     assert encoding == []
 
 
-def test_a_changed_image_keeps_the_order_of_its_shard_and_damaged_lists_of_rejects_do_not_matter(
-    project: Project,
-) -> None:
+def test_a_changed_image_keeps_its_order_and_damaged_lists_of_rejects_do_not_matter(project: Project) -> None:
     project.train(*KEYS)
     path = images(project)[0]
     with Image.open(path) as image:

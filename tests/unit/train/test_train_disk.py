@@ -39,9 +39,7 @@ def run(project: Project, *keys: str, resume: Resume | None = None) -> int:
     return run_guarded(lambda: train.run(project.load(*STEPS, *keys), resume=resume))
 
 
-def test_a_run_warns_with_the_figures_of_check(
-    project: Project, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_warns_with_the_figures_of_check(project: Project, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     loaded = project.load("max_steps=2")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Mock(free=60 << 10))
     verdict = dict(check.conclude(loaded.train, check.run(loaded), check.Target(on_cpu=True)))["disk, run"]
@@ -54,9 +52,7 @@ def test_a_run_warns_with_the_figures_of_check(
     assert lines[begun + 1].startswith("warning: disk, run: "), "before the first step"
 
 
-def test_a_run_that_may_continue_trains_to_the_end(
-    project: Project, fill_disk: Callable[[int], None], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_may_continue_trains_to_the_end(project: Project, fill_disk: Any, capfd: Any) -> None:
     fill_disk(0)
     assert run(project, "stop_if_first_save_fails=false") == 2
     text = capfd.readouterr().err
@@ -65,9 +61,7 @@ def test_a_run_that_may_continue_trains_to_the_end(
     assert max(project.losses()) == 12
 
 
-def test_a_run_with_a_checkpoint_continues_after_a_failed_save(
-    project: Project, fill_disk: Callable[[int], None], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_with_a_checkpoint_continues_after_a_failed_save(project: Project, fill_disk: Any, capfd: Any) -> None:
     fill_disk(4)
     assert run(project) == 2
     text = capfd.readouterr().err

@@ -14,10 +14,9 @@ from sd3_light.core.registry import with_family_values
 from sd3_light.cost.training_setup import TrainingSetup
 from sd3_light.evaluate.verb import require_eval_sets
 from sd3_light.model.base_values import unlearnt_steps, with_base_values
-from sd3_light.train.verb import Resume
-from tests.checkpoints import same, tensors
+from tests.cases import combinations
 from tests.project import Project
-from tests.unit.train.test_train_preferences import start_from_weights, the_fault
+from tests.unit.train.test_train_preferences import assert_resumes, start_from_weights, the_fault
 
 pytestmark = pytest.mark.usefixtures("unproven")
 
@@ -29,7 +28,6 @@ EVAL = ("eval_every_n_steps=2", 'eval_datasets=["eval.toml"]')
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory, raw_project: Project) -> Project:
-    """A project that continues a denoiser without zero weights."""
     project = start_from_weights(raw_project, tmp_path_factory.mktemp("distill"))
     project.build_cache(*EVAL)
     return project
@@ -50,24 +48,17 @@ KINDS: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * ("," in kind or "zeros" in kind)) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", combinations(KINDS, fast=[("guidance",), ("steps",)]))
 def test_distillation_trains_and_resumes_exactly(project: Project, kind: str) -> None:
     keys = (*EVAL, *KINDS[kind])
     if "real" in KINDS[kind][-1]:
         project.build_cache(*keys)
-    project.train(*keys, 'output_dir="run"')
+    assert_resumes(project, *keys)
     steps = project.events("step")
     assert [event["step"] for event in steps] == [1, 2, 3, 4]
     assert all(event["distill"] > 0 for event in steps)
     assert "flow" not in steps[0]
     assert all(event["flow"] > 0 for event in project.events("eval"))
-    second = project.run / "checkpoints" / checkpoint_name(2)
-    project.train(*keys, 'output_dir="again"', resume=Resume(second))
-    assert project.losses("again") == {step: project.losses()[step] for step in (3, 4)}
-    ours, theirs = (tensors(project.folder / run / "checkpoints" / checkpoint_name(4)) for run in ("run", "again"))
-    assert same(ours, theirs)
 
 
 def test_the_export_of_few_steps_says_how_it_is_sampled(project: Project) -> None:

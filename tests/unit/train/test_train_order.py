@@ -18,9 +18,7 @@ from tests.project import Project
 SEGMENTS = [Segment(8), Segment(5, 1.5)]
 
 
-def facts(
-    seed: int = 0, segments: list[Segment] = SEGMENTS, batch: int = 4, window: int = 16, drop: bool = False
-) -> dict[str, Any]:
+def facts(seed: int = 0, segments: Any = SEGMENTS, batch: int = 4, window: int = 16, drop: bool = False) -> Any:
     return order_facts(build_order(seed, [(segments, batch), ([Segment(3)], batch)], window, drop))
 
 
@@ -33,9 +31,7 @@ def test_equal_orders_have_equal_facts() -> None:
 
 
 @pytest.mark.parametrize(("nodes", "by_segment"), [((4, 2), True), ((3, 3), True), ((6,), False)])
-def test_all_ranks_distribute_samples_in_the_same_way(
-    cached_project: Project, monkeypatch: pytest.MonkeyPatch, nodes: tuple[int, ...], by_segment: bool
-) -> None:
+def test_all_ranks_share_samples_alike(cached_project: Project, monkeypatch: Any, nodes: Any, by_segment: bool) -> None:
     """With two pipeline stages a node can have as many processes as there are replicas."""
     seen: list[tuple[int, bool]] = []
 

@@ -17,12 +17,13 @@ from sd3_light.cost.training_setup import TrainingSetup
 from sd3_light.data.manifest import Manifest
 from sd3_light.data.reader import ShardReader
 from sd3_light.data.shards import read_origins
-from sd3_light.families.sd3.random_weights import new_transformer
 from sd3_light.flow.objectives import Preference
 from sd3_light.train import verb as train
 from sd3_light.train.verb import Resume
+from tests.cases import combinations
 from tests.checkpoints import same, tensors
 from tests.project import Project
+from tests.tiny_sd3 import perturbed
 
 pytestmark = pytest.mark.usefixtures("unproven")
 
@@ -68,17 +69,22 @@ def start_from_weights(raw: Project, folder: Path) -> Project:
     project = raw.copy(folder / "project")
     (project.folder / "eval.toml").write_text('resolutions = [64]\n[[directory]]\npath = "images"\n')
     project.train_toml.write_text(project.train_toml.read_text().replace('init = "random"', 'init = "start"'))
-    transformer = new_transformer(SIZES["tiny2"].transformer_config(), 0)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in transformer.parameters():
-            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+    transformer = perturbed(SIZES["tiny2"].transformer_config(), scale=0.02)
     transformer.save_pretrained(project.folder / "start" / "transformer")
     return project
 
 
+def assert_resumes(project: Project, *keys: str) -> None:
+    """Train four steps, and two of them again from the second checkpoint, with the same bits."""
+    project.train(*keys)
+    second = project.run / "checkpoints" / checkpoint_name(2)
+    project.train(*keys, 'output_dir="again"', resume=Resume(second))
+    assert project.losses("again") == {step: project.losses()[step] for step in (3, 4)}
+    ours, theirs = (tensors(project.folder / run / "checkpoints" / checkpoint_name(4)) for run in ("run", "again"))
+    assert same(ours, theirs)
+
+
 def the_fault(read: Callable[..., object], *arguments: Any) -> str:
-    """Return the only fault of a config."""
     with pytest.raises(ConfigFaults) as caught:
         read(*arguments)
     (only,) = caught.value.faults
@@ -120,12 +126,9 @@ TEACHERS: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("folder", "beside flow"))) for kind in TEACHERS]
-)
+@pytest.mark.parametrize("kind", combinations(TEACHERS, fast=[("start",), ("adapter",), ("average",)]))
 def test_preferences_train_and_resume_exactly(project: Project, kind: str) -> None:
-    keys = (*DPO, *TEACHERS[kind])
-    project.train(*keys, 'output_dir="run"')
+    assert_resumes(project, *DPO, *TEACHERS[kind])
     steps = project.events("step")
     assert [event["step"] for event in steps] == [1, 2, 3, 4]
     if kind != "average":  # whose first value is the start, too
@@ -133,11 +136,6 @@ def test_preferences_train_and_resume_exactly(project: Project, kind: str) -> No
     assert steps[0]["dpo"] != steps[3]["dpo"]
     assert ("flow" in steps[0]) == (kind == "beside flow")
     assert all(event["flow"] > 0 for event in project.events("eval")), "validation has no pairs"
-    second = project.run / "checkpoints" / checkpoint_name(2)
-    project.train(*keys, 'output_dir="again"', resume=Resume(second))
-    assert project.losses("again") == {step: project.losses()[step] for step in (3, 4)}
-    ours, theirs = (tensors(project.folder / run / "checkpoints" / checkpoint_name(4)) for run in ("run", "again"))
-    assert same(ours, theirs)
 
 
 def test_a_cache_without_pairs_is_refused(project: Project) -> None:

@@ -61,9 +61,7 @@ def project(tmp_path: Path, built: Project) -> Project:
     return built.copy(tmp_path / "project")
 
 
-def run(
-    project: Project, *keys: str, score: Callable[..., Any] = redness, resume: Resume | None = None, name: str = "run"
-) -> Path:
+def run(project: Project, *keys: str, score: Any = redness, resume: Resume | None = None, name: str = "run") -> Path:
     train.run(project.load(*KEYS, *keys, f'output_dir="{name}"'), resume=resume, reward=score)
     return project.folder / name / "checkpoints"
 
@@ -215,11 +213,15 @@ def test_the_judge_of_the_world_scores_its_own_images(tmp_path: Path) -> None:
         open_reward(write_vision(tmp_path / "vision"), torch.device("cpu"))
 
 
+def faults_of(load: Callable[..., object], *arguments: Any) -> str:
+    with pytest.raises(ConfigFaults) as caught:
+        load(*arguments)
+    return "\n".join(map(str, caught.value.faults))
+
+
 def test_faults_name_what_contradicts_rewards(project: Project) -> None:
-    def faults(*keys: str) -> str:
-        with pytest.raises(ConfigFaults) as caught:
-            project.load(*KEYS, *keys)
-        return "\n".join(map(str, caught.value.faults))
+    def faults(key: str) -> str:
+        return faults_of(project.load, *KEYS, key)
 
     assert "reward.teacher: the run keeps no average" in faults("ema.enable=false")
     assert "objective: has no effect with [reward]" in faults("objective.flow.weight=1.0")
@@ -234,9 +236,7 @@ def test_faults_name_what_contradicts_rewards(project: Project) -> None:
 
 def test_check_names_what_is_missing_and_states_images_memory_and_time(project: Project) -> None:
     def faults(*keys: str) -> str:
-        with pytest.raises(ConfigFaults) as caught:
-            check.load(project.train_toml, [*KEYS, *keys])
-        return "\n".join(map(str, caught.value.faults))
+        return faults_of(check.load, project.train_toml, [*KEYS, *keys])
 
     (project.folder / "odd.txt").write_text("a cat on a sofa\n", encoding="utf-8")
     (project.folder / "empty.txt").write_text("\n \n", encoding="utf-8")

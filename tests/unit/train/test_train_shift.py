@@ -69,9 +69,7 @@ def shift_line(project: Project, *keys: str) -> str | None:
     return dict(check.conclude(loaded.train, check.run(loaded), check.Target(on_cpu=True))).get("shift")
 
 
-def test_fine_tuning_has_the_shift_of_its_model(
-    tuning: Project, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_fine_tuning_has_the_shift_of_its_model(tuning: Project, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     drawn: list[float] = []
     make = SD3Sampling.scheduler
 

@@ -53,12 +53,8 @@ def ids_of(project: Project, side: Any) -> set[int]:
 
 
 def names_of(project: Project) -> dict[int, str]:
-    origins = (
-        origin
-        for entry in Manifest.load(project.cache).shards
-        for origin in read_origins(project.cache / "shards" / entry.file)
-    )
-    return {sample_id(origin.key): Path(origin.key).name for origin in origins}
+    files = [project.cache / "shards" / entry.file for entry in Manifest.load(project.cache).shards]
+    return {sample_id(origin.key): Path(origin.key).name for file in files for origin in read_origins(file)}
 
 
 def test_rows_of_the_one_cache_are_divided(divided: Project, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,18 +78,14 @@ def test_rows_of_the_one_cache_are_divided(divided: Project, capsys: pytest.Capt
     data = open_cache(loaded.dataset, loaded.train, Launch(), "train")
     orders = [make_order(data, loaded, Launch(rank, 2)) for rank in range(2)]
     assert orders[0] == orders[1]
-    seen = [
-        number
-        for rank in range(2)
-        for step in range(orders[0].steps_per_epoch)
-        for number in MicroBatches(data, orders[0], rank, 2, 1)[step]["sample_id"].tolist()
-    ]
-    assert set(seen) == ids_of(divided, "train")
+    seen = set()
+    for rank in range(2):
+        batches = MicroBatches(data, orders[0], rank, 2, 1)
+        seen |= {int(number) for step in range(orders[0].steps_per_epoch) for number in batches[step]["sample_id"]}
+    assert seen == ids_of(divided, "train")
 
 
-def test_a_run_trains_evaluates_and_does_the_same_from_a_url(
-    divided: Project, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_run_trains_evaluates_and_does_the_same_from_a_url(divided: Project, capsys: Any, tmp_path: Path) -> None:
     divided.train(*EVALUATED, "ema.enable=false")
     printed = " ".join(capsys.readouterr().err.split())
     assert "validation: 2 of 40 images are held out; they are never trained on" in printed
@@ -122,9 +114,8 @@ def test_the_validation_loss_is_that_of_a_set_of_the_same_images(divided: Projec
         shutil.copy(divided.images / names[number], folder)
     kept = {names[number]: captions[names[number]] for number in held}
     (folder / "captions.json").write_text(json.dumps(kept), encoding="utf-8")
-    (divided.folder / "val.toml").write_text(
-        DIVIDED.replace("validation = true", "").replace('"images"', '"val"'), encoding="utf-8"
-    )
+    text = DIVIDED.replace("validation = true", "").replace('"images"', '"val"')
+    (divided.folder / "val.toml").write_text(text, encoding="utf-8")
     keys = (*EVALUATED, 'eval_datasets=["val.toml"]', "ema.enable=false")
     divided.train(*keys)
     by_set = {event["set"]: event for event in divided.events("eval") if event["step"] == 4}
