@@ -190,8 +190,7 @@ def test_missing_and_truncated_shards_alone_are_encoded(project: Project) -> Non
 
 
 @pytest.mark.parametrize(
-    ("change", "cause"),
-    [(change_caption, "the caption changed"), (change_image, "the image or its mask changed")],
+    ("change", "cause"), [(change_caption, "the caption changed"), (change_image, "the image or its mask changed")]
 )
 def test_a_changed_sample_re_encodes_only_its_shard(project: Project, change: Any, cause: str) -> None:
     old = shard_of(project, "000007.png").name

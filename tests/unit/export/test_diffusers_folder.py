@@ -308,12 +308,7 @@ TAMPERED: list[tuple[Callable[[Path], None], str]] = [
 
 @pytest.mark.parametrize(("tamper", "message"), TAMPERED, ids=[tamper.__name__ for tamper, _ in TAMPERED])
 def test_a_modified_folder_fails_the_proof(
-    tmp_path: Path,
-    exported: Path,
-    demo_parts: Path,
-    trained: State,
-    tamper: Callable[[Path], None],
-    message: str,
+    tmp_path: Path, exported: Path, demo_parts: Path, trained: State, tamper: Callable[[Path], None], message: str
 ) -> None:
     copy = Path(shutil.copytree(exported, tmp_path / "copy"))
     tamper(copy)

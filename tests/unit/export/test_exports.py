@@ -147,10 +147,7 @@ def test_the_card_has_the_facts_of_the_run(tmp_path: Path, transformer: Denoiser
 
 
 def test_a_pipeline_saves_a_whole_state_into_a_folder(
-    tmp_path: Path,
-    transformer: Denoiser,
-    written: States,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, transformer: Denoiser, written: States, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`LightSD3Pipeline.save_model(dir, state_dict)`."""
     monkeypatch.setattr(sd3, "write_folder", module.write_folder)

@@ -39,11 +39,7 @@ SHAPES = {
     "deep": replace(TINY, num_layers=3, num_heads=2),
 }
 PADS = {"wide": 2, "wide, dual to the last": 1, "wide without qk-norm": 1, "one block": 1}
-FACTS = {
-    "sd3_light": "0",
-    "text": {"text_tokens": "padded", "uncond_text": "empty", "t5_max_length": 16},
-    "step": 7,
-}
+FACTS = {"sd3_light": "0", "text": {"text_tokens": "padded", "uncond_text": "empty", "t5_max_length": 16}, "step": 7}
 WEIGHTS = Path("transformer", "diffusion_pytorch_model.safetensors")
 PREFIX = "model.diffusion_model."
 PARTS = ("transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3")

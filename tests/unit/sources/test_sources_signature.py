@@ -63,8 +63,7 @@ def test_versions_follow_the_file(tmp_path: Path) -> None:
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     write_files(
-        tmp_path / "set",
-        {"a.jpg": png(), "a.txt": "a", "sub/b.png": png(), "sub/b.txt": "b", "0.parquet": b""},
+        tmp_path / "set", {"a.jpg": png(), "a.txt": "a", "sub/b.png": png(), "sub/b.txt": "b", "0.parquet": b""}
     )
     write_files(
         tmp_path / "set", {"captions.json": "{}", ".hidden.jpg": "x", "notes.md": "x", "cache/0.safetensors": "x"}
