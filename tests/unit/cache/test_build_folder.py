@@ -2,9 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -97,9 +98,7 @@ def test_a_killed_upload_of_a_rebuilt_shard_leaves_no_shard(tmp_path: Path, monk
             assert read_entry(folder / SHARDS, FILE) is None, "the new hash with the old bytes"
 
 
-def test_a_shard_that_arrives_damaged_is_not_kept(
-    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_arrival_is_not_kept(store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     upload = build_folder.RemoteBuildFolder._upload
 
     def damaging(place: build_folder.RemoteBuildFolder, name: str) -> None:
@@ -128,9 +127,7 @@ def push_rebuilt(place: BuildFolder) -> None:
         ("info", push_rebuilt),
     ],
 )
-def test_a_store_that_may_not_be_read_is_a_user_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, work: Callable[[BuildFolder], object]
-) -> None:
+def test_a_store_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, work: Any) -> None:
     def forbidden(*_: object, **__: object) -> None:
         raise PermissionError("Access Denied")
 

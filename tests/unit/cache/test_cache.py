@@ -145,9 +145,6 @@ def no_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FrozenParts, "encode_captions", never)
 
 
-# --- reproducible bytes --------------------------------------------------------------------------
-
-
 def test_the_manifest_counts_every_sample(cached_project: Project) -> None:
     manifest = Manifest.load(cached_project.cache)
     assert manifest.counts["used"] == 40 == sum(shard.count for shard in manifest.shards)
@@ -161,9 +158,6 @@ def test_the_manifest_counts_every_sample(cached_project: Project) -> None:
     for shard in manifest.shards:
         for origin in read_origins(cached_project.cache / "shards" / shard.file):
             assert list(origin.captions) == captions[origin.key.rsplit("/", 1)[1]]
-
-
-# --- missing and stale samples ------------------------------------------------------------------
 
 
 def test_missing_and_truncated_shards_alone_are_encoded(project: Project) -> None:
@@ -186,9 +180,6 @@ def test_missing_and_truncated_shards_alone_are_encoded(project: Project) -> Non
     assert contents(project) == before
 
 
-# --- what each kind of change encodes again --------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("change", "cause"), [(change_caption, "the caption changed"), (change_image, "the image or its mask changed")]
 )
@@ -209,9 +200,7 @@ def test_a_changed_sample_re_encodes_only_its_shard(project: Project, change: An
         pytest.param('model.text_tokens="real"', "text_tokens", marks=pytest.mark.slow),
     ],
 )
-def test_a_changed_text_setting_makes_all_samples_stale(
-    project: Project, override: str, cause: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_changed_text_setting(project: Project, override: str, cause: str, capfd: pytest.CaptureFixture[str]) -> None:
     state = current_state(project, override)
     assert (state.fresh, state.stale, state.missing) == (0, NUM_IMAGES, 0)
     assert any(cause in text for text in state.causes)
@@ -249,9 +238,7 @@ def test_the_state_table_lists_all_kinds(project: Project) -> None:
         assert word in text, text
 
 
-def test_orphans_are_kept_until_pruned_shards_before_the_files_beside_them(
-    project: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_orphans_are_kept_until_pruned_shards_first(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """A killed prune leaves no shard without its entry, which would be unknown to every later run."""
     deleted: list[str] = []
     real = BuildFolder.delete
@@ -281,9 +268,6 @@ def test_a_dry_run_changes_nothing(project: Project, no_encoding: None) -> None:
     (report,) = project.build_cache(dry_run=True)
     assert contents(project) == before
     assert report.missing == 2
-
-
-# --- damage --------------------------------------------------------------------------------------
 
 
 def test_verify_repairs_shards_their_tables_and_the_empty_caption(project: Project) -> None:
@@ -366,9 +350,6 @@ def test_small_buckets_are_reported_by_occurrences(project: Project) -> None:
     assert report.small_buckets == {}
 
 
-# --- trust -------------------------------------------------------------------------------------
-
-
 def test_a_cache_of_an_earlier_format_is_encoded_again(
     fresh_project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -395,9 +376,7 @@ def test_a_cache_of_an_earlier_format_is_encoded_again(
     assert len(epoch_of(fresh_project)) > 0
 
 
-def test_trust_ignores_the_sources_and_rejects_another_encoder_or_text_length(
-    project: Project, tmp_path: Path, no_encoding: None
-) -> None:
+def test_trust_ignores_sources_and_rejects_other_encoders(project: Project, tmp_path: Path, no_encoding: None) -> None:
     (project.images / "000003.png").unlink()
     before = contents(project)
     assert project.build_cache(trust=True) == []
@@ -447,9 +426,6 @@ def test_a_read_only_cache_can_be_used_for_training(project: Project, monkeypatc
     epoch_of(project)
 
 
-# --- rejects -----------------------------------------------------------------------------------
-
-
 def test_bad_inputs_are_listed_and_the_rest_is_used(fresh_project: Project) -> None:
     images = fresh_project.images
     (images / "000001.png").write_bytes(b"not an image at all")
@@ -470,9 +446,7 @@ def test_bad_inputs_are_listed_and_the_rest_is_used(fresh_project: Project) -> N
     assert len(ids) == 37
 
 
-def test_rejects_are_listed_again_by_a_run_that_encodes_nothing(
-    fresh_project: Project, cached_project: Project
-) -> None:
+def test_rejects_are_listed_again_by_a_run_without_encoding(fresh_project: Project, cached_project: Project) -> None:
     whole = (fresh_project.images / "000002.png").read_bytes()
     (fresh_project.images / "000002.png").write_bytes(whole[:-40])
     fresh_project.build_cache()
@@ -511,9 +485,6 @@ def test_an_empty_dataset_is_an_error(fresh_project: Project) -> None:
         UserError, match=r"\(1 no_caption\); the first has no \.txt .*; labels\.csv is not read: none of"
     ):
         fresh_project.build_cache()
-
-
-# --- dataset keys affect the batches -------------------------------------------------------------
 
 
 DIRECTORY = 'resolutions = [64]\n[[directory]]\npath = "images"\n'
@@ -626,9 +597,7 @@ def test_an_encoder_that_returns_nan_stops_the_cache(fresh_project: Project, tmp
     assert not (fresh_project.cache / MANIFEST).exists()
 
 
-def test_samples_that_do_not_match_where_are_counted_and_reported(
-    fresh_project: Project, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_samples_outside_where_are_reported(fresh_project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     lengths = sorted(max(map(len, texts)) for texts in captions_of(fresh_project).values())
     text = fresh_project.data_toml.read_text(encoding="utf-8")
     num_short = sum(length <= lengths[-5] for length in lengths)
@@ -651,9 +620,7 @@ def test_samples_that_do_not_match_where_are_counted_and_reported(
         fresh_project.build_cache()
 
 
-def test_similar_images_are_dropped_on_request_and_shown_in_pairs(
-    fresh_project: Project, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dropped_similar_images_are_shown_in_pairs(fresh_project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     captions = captions_of(fresh_project)
     first, second = sorted(captions)[:2]
     shutil.copy(fresh_project.images / first, fresh_project.images / "zz.png")

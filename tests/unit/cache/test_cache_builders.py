@@ -64,9 +64,7 @@ def assert_valid(project: Project) -> None:
 
 
 @pytest.mark.parametrize("world", combinations((1, 2, 3), fast=[(3,)]))
-def test_any_number_of_builders_produces_the_same_shards(
-    fresh_project: Project, cached_project: Project, world: int
-) -> None:
+def test_several_builders_make_the_same_shards(fresh_project: Project, cached_project: Project, world: int) -> None:
     join([start(build, fresh_project, rank, world) for rank in range(world)])
     assert shards(fresh_project) == shards(cached_project)
     assert (fresh_project.cache / "rejects.jsonl").read_bytes() == (cached_project.cache / "rejects.jsonl").read_bytes()
@@ -107,9 +105,7 @@ def _children(pid: int) -> list[int]:
         return []
 
 
-def test_a_full_disk_is_reported_in_one_line_and_leaves_a_valid_cache(
-    fresh_project: Project, cached_project: Project, tmp_path: Path
-) -> None:
+def test_a_full_disk_leaves_a_valid_cache(fresh_project: Project, cached_project: Project, tmp_path: Path) -> None:
     """Simulated by a limit on file sizes: small shards fit, larger ones do not."""
     message = tmp_path / "message"
     sizes = sorted(path.stat().st_size for path in (cached_project.cache / "shards").glob("*.safetensors"))
@@ -135,9 +131,7 @@ def test_a_full_disk_is_reported_in_one_line_and_leaves_a_valid_cache(
     assert_valid(fresh_project)
 
 
-def test_a_rank_encodes_unclaimed_shards_then_waits_for_the_manifest(
-    fresh_project: Project, cached_project: Project
-) -> None:
+def test_a_rank_encodes_unclaimed_shards_then_waits(fresh_project: Project, cached_project: Project) -> None:
     loaded = fresh_project.load("sd3_manifest_timeout_sec=0.3")
     with pytest.raises(UserError, match=r"timed out waiting for the main process to write .*manifest\.json"):
         stage.run(loaded, Launch(rank=1, local_rank=1, world_size=2))

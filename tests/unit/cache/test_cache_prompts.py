@@ -82,9 +82,7 @@ def test_without_prompts_and_in_a_dry_run_nothing_is_encoded_or_written(project:
     assert not (project.cache / PROMPTS_FOLDER).exists()
 
 
-def test_a_changed_prompt_alone_is_encoded_and_the_old_one_can_be_pruned(
-    project: Project, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_changed_prompt_is_encoded_the_old_one_pruned(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     project.build_cache(*sampling(*PROMPTS))
     capsys.readouterr()
     project.build_cache(*sampling(*reversed(PROMPTS)))
@@ -121,9 +119,7 @@ def test_a_damaged_file_is_encoded_again(project: Project, damage: str) -> None:
     assert path.read_bytes() == whole
 
 
-def test_prompts_are_added_to_a_trusted_cache_if_it_is_writable(
-    project: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_are_added_to_a_writable_trusted_cache(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("os.access", lambda *_: False)
         project.build_cache(*sampling(*PROMPTS), trust=True)

@@ -76,9 +76,7 @@ def test_lost_actors_lose_nothing(fresh_project: Project, cached_project: Projec
     assert contents(fresh_project) == contents(cached_project)
 
 
-def test_a_poison_shard_is_rejected_and_tried_again_by_the_next_run(
-    fresh_project: Project, cached_project: Project, ray: FakeRay
-) -> None:
+def test_a_poison_shard_is_rejected_and_retried(fresh_project: Project, cached_project: Project, ray: FakeRay) -> None:
     tries: Counter[str] = Counter()
     poison = sorted(path.name for path in (cached_project.cache / "shards").glob("images*.safetensors"))[1]
 
@@ -164,9 +162,7 @@ def test_tasks_for_which_no_cpu_gets_free_share_those_of_others(ray: FakeRay, mo
     assert len(cancelled) == 2
 
 
-def test_only_encoders_that_were_never_ready_count_as_failed_starts(
-    ray: FakeRay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_encoders_never_ready_count_as_failed_starts(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     from sd3_light.cache import ray_builder
 
     def fail(name: str, args: Sequence[Any]) -> None:
@@ -207,9 +203,6 @@ def test_failed_starts_before_a_success_are_forgotten(ray: FakeRay, monkeypatch:
         (actor,) = pool.ready(1)
         if lost == 6:
             pool.restart(actor)
-
-
-# --- what stops the run ---------------------------------------------------------------------------
 
 
 def test_a_full_object_store_is_not_a_poison_shard(fresh_project: Project, ray: FakeRay) -> None:
@@ -271,9 +264,7 @@ def test_an_error_of_every_shard_is_no_poison_and_names_the_node(
     assert not (fresh_project.cache / "rejects.jsonl").exists()
 
 
-def test_a_folder_that_is_not_shared_is_refused(
-    fresh_project: Project, ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unshared_folder(fresh_project: Project, ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from sd3_light.cache import ray_builder, ray_encoder
 
     real = ray_encoder.open_shard_folder
@@ -284,9 +275,7 @@ def test_a_folder_that_is_not_shared_is_refused(
         build(fresh_project)
 
 
-def test_a_cluster_that_cannot_be_reached_is_reported(
-    fresh_project: Project, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreachable_cluster_is_named(fresh_project: Project, ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(**_: Any) -> None:
         raise ConnectionError("Could not find any running Ray instance.")
 
@@ -295,9 +284,7 @@ def test_a_cluster_that_cannot_be_reached_is_reported(
         build(fresh_project)
 
 
-def test_workers_do_not_import_from_the_working_directory(
-    fresh_project: Project, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_import_nothing_local(fresh_project: Project, ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     """They import from a checkout that is not installed. `tests/e2e/test_working_directory.py` asks a real cluster."""
     from sd3_light.cache import ray_builder
 
@@ -322,9 +309,7 @@ def test_without_ray_the_error_names_the_command(fresh_project: Project, monkeyp
         build(fresh_project)
 
 
-def test_a_cluster_without_a_free_device_is_reported(
-    fresh_project: Project, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cluster_without_a_free_device(fresh_project: Project, ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     from sd3_light.cache import ray_builder
 
     lines: list[str] = []

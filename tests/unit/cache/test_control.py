@@ -178,9 +178,7 @@ def test_near_is_white(images: Path, tmp_path: Path, kind: str, sign: int) -> No
         assert sign * order > 0.5
 
 
-def test_an_image_whose_depth_is_not_finite_is_listed(
-    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_image_of_infinite_depth_is_listed(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save_depth_model(tmp_path / "depth")
     weights = transformers.DepthAnythingForDepthEstimation.from_pretrained(model)
     with torch.no_grad():

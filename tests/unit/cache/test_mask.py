@@ -193,9 +193,7 @@ def test_an_image_without_the_object_gets_no_mask_and_a_folder_needs_no_toml(tex
     assert len(masks_of(report.written.folder)) == 6
 
 
-def test_classes_are_found_by_name_and_all_but_the_background_without_one(
-    save_classes: Callable[..., Path], data: Path
-) -> None:
+def test_classes_are_found_by_name_and_all_but_the_background_without_one(save_classes: Any, data: Path) -> None:
     model = save_classes("Background", "dog, puppy", "cat")
     folder = data.parent
     mask.run(data, str(model), MaskOptions(), folder / "all")
@@ -219,9 +217,7 @@ def test_classes_are_found_by_name_and_all_but_the_background_without_one(
     assert len(present) > 1
 
 
-def test_what_cannot_be_used_is_named(
-    text_model: Path, save_classes: Callable[..., Path], data: Path, tmp_path: Path
-) -> None:
+def test_what_cannot_be_used_is_named(text_model: Path, save_classes: Any, data: Path, tmp_path: Path) -> None:
     sky = save_classes("sky", "wall")
     other = tmp_path / "oneformer"
     transformers.OneFormerConfig().save_pretrained(other)
@@ -247,9 +243,7 @@ def test_what_cannot_be_used_is_named(
         mask.run(data, str(text_model), TEXT)
 
 
-def test_the_command_names_empty_and_full_masks_and_shows_some(
-    text_model: Path, data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_names_empty_and_full_masks(text_model: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planes = {20: 0.0, 21: 1.0, 22: 0.25}
 
     def found(self: Any, images: Sequence[Image.Image], prompt: str) -> list[torch.Tensor]:

@@ -1,7 +1,6 @@
 """Background saving: copies, the worker thread, and the keeper with one process."""
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -183,7 +182,7 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path: Path, monkeypatch: pytes
     assert saved.warning == f"older checkpoints in {tmp_path} cannot be deleted: Device or resource busy: step-00000001"
 
 
-def test_a_failed_save_is_reported_and_the_next_works(tmp_path: Path, limit_file_size: Callable[[int], None]) -> None:
+def test_a_failed_save_is_reported_and_the_next_works(tmp_path: Path, limit_file_size: Any) -> None:
     keeper = CheckpointKeeper(tmp_path, 0)
     keeper.save(1, pieces(1), {})
     keeper.wait()

@@ -97,9 +97,7 @@ def test_any_part_of_any_split(tmp_path: Path, write_ranks: Writer, monkeypatch:
             assert torch.equal(checkpoint.read("param/w", start, stop), full[start:stop])
 
 
-def test_consecutive_pieces_read_a_range_once(
-    tmp_path: Path, write_ranks: Writer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_consecutive_pieces_read_once(tmp_path: Path, write_ranks: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
     """And only the ranges that a piece needs are read."""
     full = torch.arange(30.0)
     folder = write_ranks(tmp_path, 1, [[piece("param/w", full, 0, 10)], [piece("param/w", full, 10, 30)]])

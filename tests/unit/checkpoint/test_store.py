@@ -57,9 +57,6 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-# --- written files -----------------------------------------------------------------------------
-
-
 def test_the_index_lists_all_ranges(tmp_path: Path, write_ranks: Writer) -> None:
     parts = [[TensorPiece("param/w", VALUES[:4], 0, (2, 8))], [TensorPiece("param/w", VALUES[4:], 4, (2, 8))]]
     content = json.loads((write_ranks(tmp_path, 1, parts, "größer") / INDEX).read_text(encoding="utf-8"))
@@ -93,9 +90,6 @@ def test_a_replica_is_written_by_one_rank(tmp_path: Path) -> None:
     assert note["bytes"] == (tmp_path / "rank-00003.safetensors").stat().st_size < 200
 
 
-# --- exactly once ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("cuts", "problem"),
     [
@@ -109,9 +103,7 @@ def test_a_replica_is_written_by_one_rank(tmp_path: Path) -> None:
         ([(0, 8), (0, 8), (8, 15)], "element 0 is stored twice"),
     ],
 )
-def test_gaps_and_overlaps_of_the_ranks_are_reported(
-    tmp_path: Path, write_ranks: Writer, cuts: list[tuple[int, int]], problem: str
-) -> None:
+def test_gaps_and_overlaps(tmp_path: Path, write_ranks: Writer, cuts: list[tuple[int, int]], problem: str) -> None:
     parts = [[TensorPiece("param/w", VALUES[start:stop], start, (3, 5))] for start, stop in cuts]
     with pytest.raises(UserError, match=f"do not cover param/w exactly once: {problem}"):
         write_ranks(tmp_path, 1, parts)
@@ -145,14 +137,9 @@ def test_a_missing_or_truncated_part_is_reported(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path) is None
 
 
-# --- complete or absent ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("step", [1, 2], ids=["same-step", "next-step"])
 @pytest.mark.parametrize("function", ["fsync", "replace"])
-def test_a_failed_write_leaves_only_the_earlier_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, step: int
-) -> None:
+def test_failed_writes_keep_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, step: int) -> None:
     earlier = save(tmp_path, 1, 1)
     with monkeypatch.context() as broken:
         broken.setattr(os, function, Mock(side_effect=OSError(28, "No space left on device")))
@@ -259,9 +246,6 @@ def test_a_kill_while_old_checkpoints_are_deleted(tmp_path: Path, monkeypatch: p
             assert name.startswith(".") or value_of(tmp_path / name) == int(name[-1])
     clean_leftovers(tmp_path)
     assert names(tmp_path) == ["step-00000003"]
-
-
-# --- the folder --------------------------------------------------------------------------------
 
 
 def test_incomplete_checkpoints_are_ignored_and_listed(tmp_path: Path) -> None:

@@ -34,9 +34,6 @@ pytestmark = pytest.mark.usefixtures("small_parts")
 SIZES = [(64, 64), (96, 48), (48, 96), (70, 60)]
 
 
-# --- contents of shards ---------------------------------------------------------------------------
-
-
 def naive(directories: Sequence[DirectoryConfig], size: int) -> list[tuple[Any, ...]]:
     """Return (label, resolution, bucket, keys) of each shard, computed naively in memory."""
     samples: dict[Any, list[str]] = {}
@@ -92,9 +89,7 @@ def test_a_plan_matches_the_naive_computation(tmp_path: Path, cache: Path, keys:
     assert [shard.number for shard in plan.shards] == list(range(len(plan.shards)))
 
 
-def test_shards_do_not_depend_on_the_batches_they_are_written_in(
-    images: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_do_not_depend_on_written_batches(images: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [
         (shard, sample_names(plan, shard)) for plan in [plan_for(cache, images, size=4)] for shard in plan.shards
     ]
@@ -110,9 +105,6 @@ def test_crops_and_enlargements_are_counted(cache: Path, tmp_path: Path) -> None
     write_image(tmp_path / "images" / "wide.png", size=(200, 100))
     counts = plan_for(cache, tmp_path / "images").counts
     assert (counts.images, counts.cropped, counts.enlarged) == (3, 1, 1)
-
-
-# --- changes that rename shards -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("change", ["caption", "image", "mask"])
@@ -151,9 +143,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_that_affects_all_samples_renames_all_shards(
-    images: Path, cache: Path, tmp_path: Path, change: str
-) -> None:
+def test_a_change_of_all_samples_renames_all_shards(images: Path, cache: Path, tmp_path: Path, change: str) -> None:
     identity, keys = CHANGES[change]
     write_image(tmp_path / "white.png", 255, caption=None)
     for number in range(30):
@@ -206,9 +196,7 @@ def test_where_selects_by_columns_and_by_the_size_of_images(images: Path, cache:
 
 
 @pytest.mark.parametrize(("keep", "count"), [("keep", 32), ("drop", 30)])
-def test_images_with_equal_bytes_are_counted_or_dropped(
-    tmp_path: Path, images: Path, cache: Path, keep: str, count: int
-) -> None:
+def test_equal_images_are_counted_or_dropped(tmp_path: Path, images: Path, cache: Path, keep: str, count: int) -> None:
     shutil.copy(images / "03.png", images / "copy.png")
     shutil.copy(images / "03.txt", images / "copy.txt")
     (tmp_path / "other").mkdir()
@@ -308,9 +296,7 @@ def test_settings_that_do_not_affect_features_rename_nothing(images: Path, cache
 
 
 @pytest.mark.parametrize("change", ["times", "copied", "masks moved"])
-def test_new_paths_and_times_of_the_same_bytes_rename_nothing(
-    images: Path, cache: Path, tmp_path: Path, change: str
-) -> None:
+def test_new_paths_and_times_rename_nothing(images: Path, cache: Path, tmp_path: Path, change: str) -> None:
     masks = tmp_path / "masks"
     for number in range(30):
         write_image(masks / f"{number:02}.png", 255, caption=None)

@@ -180,9 +180,7 @@ def large(cache: Path, tmp_path: Path) -> Iterator[tuple[Catalogue, list[Listing
         yield catalogue, [write_listing(catalogue, directory(tmp_path), 24, 500)]
 
 
-def test_planning_holds_only_a_few_shards_in_memory(
-    large: tuple[Catalogue, list[Listing]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planning_holds_few_shards(large: tuple[Catalogue, list[Listing]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_SHARDS_PER_BATCH", 8)
     catalogue, (listing,) = large
     first, second = (replace(listing, parts=parts) for parts in (listing.parts[:12], listing.parts[12:]))

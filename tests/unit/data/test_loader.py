@@ -154,9 +154,6 @@ def test_without_workers_batches_are_made_on_demand() -> None:
         assert dataset.made.value == taken
 
 
-# --- memory ------------------------------------------------------------------------------------
-
-
 def test_collections_in_workers_do_not_visit_what_the_trainer_made() -> None:
     """They would copy memory that workers share with the trainer, and take 0.3 s each after torch's imports."""
     of_trainer: list[Any] = [[]]
@@ -211,9 +208,6 @@ def test_batch_memory_is_workers_times_prefetch_plus_the_one_in_use(workers: int
         assert (step[0][0]["x"] == number).all()
     held = sum(os.fstat(file).st_blocks * 512 for file in loader._items.pool._files)  # as the kernel counts
     assert workers * prefetch <= held / batch <= workers * prefetch + 1 + 0.1
-
-
-# --- errors ------------------------------------------------------------------------------------
 
 
 def faulty(kind: str) -> Items:
@@ -275,8 +269,6 @@ def test_a_dead_worker_interrupts_no_step() -> None:
         next(batches)
         assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL
 
-
-# --- the note on memory ------------------------------------------------------------------------
 
 PROGRAM = """
 import torch

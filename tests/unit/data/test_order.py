@@ -54,9 +54,6 @@ def mixed() -> Order:
     return build_order(5, [([Segment(37), Segment(11, 2.0)], 8), ([Segment(23, 0.5), Segment(5)], 6)])
 
 
-# --- the permutation ---------------------------------------------------------------------------
-
-
 def permuted(size: int, key: int, positions: Indices | None = None) -> Indices:
     """Return a permutation of ``range(size)`` at all or some positions."""
     positions = np.arange(size) if positions is None else positions
@@ -86,9 +83,6 @@ def test_golden_values() -> None:
     windowed = build_order(0, [(shards, 4), ([Segment(8)] * 40, 8)], window=4)
     whole = [epoch_rows(order, epoch) for order in (mixed(), windowed) for epoch in range(3)]
     assert sha256(repr(whole).encode()).hexdigest() == GOLDEN_EPOCHS
-
-
-# --- an epoch ----------------------------------------------------------------------------------
 
 
 def test_an_epoch_sees_each_sample_repeats_times_apart_from_the_stated_padding() -> None:
@@ -121,9 +115,6 @@ def _without_padding(order: Order, epoch: int) -> list[Row]:
     return real
 
 
-# --- repeats and small buckets -----------------------------------------------------------------
-
-
 def test_numbers_of_a_bucket() -> None:
     bucket = BucketOrder((Segment(10), Segment(3, 1.5)), 8)
     assert (bucket.length, bucket.num_batches, bucket.padding) == (15, 2, 1), "14.5, rounded"
@@ -131,8 +122,6 @@ def test_numbers_of_a_bucket() -> None:
     assert BucketOrder((Segment(1, 0.1),), 8).length == 1, "at least one"
     assert BucketOrder((Segment(1, 0.1),) * 20, 8).length == 2, "rounded over the bucket, not shard by shard"
 
-
-# --- worlds ------------------------------------------------------------------------------------
 
 LAYOUTS: dict[str, list[list[Segment]]] = {
     "one shard": [[Segment(61)]],
@@ -209,9 +198,6 @@ def test_a_world_size_that_does_not_divide_the_batch_is_rejected() -> None:
         rank_slice(24, 0, 4, 0, 4)
 
 
-# --- resume and cost ---------------------------------------------------------------------------
-
-
 def test_ten_million_samples_and_512_ranks_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks, micro, hashed = 512, 64, 0
 
@@ -242,9 +228,6 @@ def test_only_the_tables_of_neighbouring_epochs_are_kept() -> None:
     assert {epoch for epoch, _ in order._tables} == {4, 5}
     order.picks(0)
     assert {epoch for epoch, _ in order._tables} == {0}
-
-
-# --- locality ----------------------------------------------------------------------------------
 
 
 def test_consecutive_steps_read_few_shards() -> None:
@@ -282,8 +265,6 @@ def test_open_shards_follow_the_window() -> None:
     assert [open_shards(*numbers) for numbers in [(16, 1), (4, 3), (16, 100)]] == [32, 24, 512]
 
 
-# --- interleaving ------------------------------------------------------------------------------
-
 COUNTS = [(1,), (7,), (1, 1), (1, 500), (3, 5, 7), (100, 1, 1, 40), (2,) * 30, tuple(range(1, 25)), (0, 4, 9)]
 
 
@@ -314,9 +295,6 @@ def test_position_agrees_with_sorting_all_batches() -> None:
         assert positions == [(bucket, batch) for _, bucket, batch in sorted(timed)]
 
 
-# --- small buckets -----------------------------------------------------------------------------
-
-
 def test_small_buckets_can_be_dropped_and_are_listed() -> None:
     buckets = [([Segment(7)], 8), ([Segment(20)], 8), ([Segment(3, 2.0)], 8), ([Segment(4, 2.0)], 8)]
     order = build_order(0, buckets, drop_small=True)
@@ -325,9 +303,6 @@ def test_small_buckets_can_be_dropped_and_are_listed() -> None:
     assert [bucket.padding for bucket in order.buckets] == [0, 4, 0, 0]
     assert {bucket for bucket, *_ in epoch_rows(order)} == {1, 3}
     assert build_order(0, buckets).dropped == ()
-
-
-# --- samples of a step assigned to ranks by segment ------------------------------------------------
 
 
 @pytest.mark.parametrize("world", [1, 2, 8])

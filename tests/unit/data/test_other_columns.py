@@ -223,9 +223,6 @@ def test_a_column_reads_several_entries(tmp_path: Path) -> None:
     assert data.new_reader(entry).columns[2].reads == "caption+reference"
 
 
-# --- shards that disagree ----------------------------------------------------------------------
-
-
 def changed(folder: Path, name: str, change: dict[str, object], **others: Tensor) -> Manifest:
     """Write a shard again with another column, and the manifest with its new entry."""
     bucket, manifest = BUCKETS[name], Manifest.load(folder)

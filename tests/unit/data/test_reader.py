@@ -128,9 +128,7 @@ def test_unexpected_tensors_are_an_error(shard: tuple[Path, ShardEntry], kind: s
         ({"dino": {"reads": "image"}}, "it has no dino"),
     ],
 )
-def test_wrong_declarations_of_columns_are_an_error(
-    shard: tuple[Path, ShardEntry], columns: object, message: str
-) -> None:
+def test_wrong_declared_columns_are_an_error(shard: tuple[Path, ShardEntry], columns: object, message: str) -> None:
     path, entry = shard
     size = rewritten(path, lambda tensors: None, columns=columns)
     with pytest.raises(UserError, match="is damaged or belongs to another cache") as fault:
@@ -176,9 +174,7 @@ def shifted(header: dict[str, Any], name: str, begin: int, end: int) -> dict[str
         (lambda h, b: b"\x01", ""),
     ],
 )
-def test_a_wrong_header_is_an_error(
-    shard: tuple[Path, ShardEntry], spoil: Callable[[dict[str, Any], bytes], bytes], message: str
-) -> None:
+def test_a_wrong_header_is_an_error(shard: tuple[Path, ShardEntry], spoil: Any, message: str) -> None:
     path, entry = shard
     data = spoil(*header_of(path.read_bytes()))
     path.write_bytes(data)

@@ -82,9 +82,7 @@ def test_a_cache_larger_than_memory_is_rejected(make_cache: MakeCache, monkeypat
         ResidentCache(data, CPU)
 
 
-def test_the_sizes_of_a_cache_and_of_the_memory_are_named(
-    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_sizes_of_cache_and_memory_are_named(make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
     data = make_cache()
     data.manifest = replace(data.manifest, shards=(replace(data.manifest.shards[0], bytes=8 * 10**9 + 1),))
     monkeypatch.setattr(manifest_module, "available_memory", lambda: 10 * 10**9)

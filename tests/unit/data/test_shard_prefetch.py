@@ -176,9 +176,7 @@ def test_the_next_window_is_downloaded_while_the_reader_waits(folder: Path, monk
     assert set(downloads.started) == current | following, "bounded by the order's windows"
 
 
-def test_a_small_disk_is_not_filled_before_the_shards_of_a_step_are_open(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_small_disk_has_room_for_the_shards_of_a_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = [path.stat().st_size for path in (folder / "cache" / "shards").glob("*.safetensors")]
     batches, downloads = remote_batches(folder, 2 * WINDOW * max(sizes)), Downloads(monkeypatch)
     assert not batches.data.store.prefetches_early

@@ -105,9 +105,7 @@ def test_a_shard_has_the_tensors_of_its_columns(tmp_path: Path, content: ShardCo
 
 
 @pytest.mark.parametrize("survives", [0, 1, 2])
-def test_a_shard_never_exists_without_its_companions(
-    tmp_path: Path, content: ShardContent, monkeypatch: pytest.MonkeyPatch, survives: int
-) -> None:
+def test_a_killed_write(tmp_path: Path, content: ShardContent, monkeypatch: pytest.MonkeyPatch, survives: int) -> None:
     """A process killed before any of the three renames leaves no shard file."""
     calls, real = 0, os.replace
 
@@ -128,9 +126,7 @@ def test_a_shard_never_exists_without_its_companions(
     assert read_entry(tmp_path, entry.file) == entry, "the next run completes it"
 
 
-def test_a_shard_that_does_not_fit_on_the_disk_is_reported(
-    tmp_path: Path, content: ShardContent, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_reported(tmp_path: Path, content: ShardContent, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_room(*_: object) -> None:
         raise module.SafetensorError("I/O error: No space left on device")
 
@@ -152,9 +148,7 @@ def manifest(tmp_path: Path, content: ShardContent) -> Manifest:
     )
 
 
-def test_a_manifest_round_trips_and_is_replaced_atomically(
-    tmp_path: Path, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_manifest_round_trips_atomically(tmp_path: Path, manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=rf"no cache at {tmp_path}; build it with `sd3-light cache CONFIG`"):
         Manifest.load(tmp_path)
     manifest.save(tmp_path)

@@ -91,9 +91,7 @@ def prepared_batch(tokens: int) -> int:
 
 
 @pytest.mark.parametrize("residence", ["stream", "host", "device"])
-def test_memory_for_batches_is_pinned_and_allocated_once(
-    folder: Path, data: CachedDataset, residence: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_are_pinned(folder: Path, data: CachedDataset, residence: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Captions get longer with each shard; pinning again would stop the device."""
     pins, allocated = list[int](), set[int]()
 

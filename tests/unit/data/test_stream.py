@@ -75,9 +75,6 @@ def test_ranks_and_micro_batches_are_slices_of_the_global_batch(make_cache: Make
             assert torch.equal(torch.cat([part[name] for part in parts]), whole[name]), name
 
 
-# --- law 1 -------------------------------------------------------------------------------------
-
-
 def test_caption_and_flip_are_drawn_per_sample(make_cache: MakeCache) -> None:
     data = make_cache(captions=3, variants=2)
     order = order_of(data)
@@ -96,9 +93,6 @@ def test_caption_and_flip_are_drawn_per_sample(make_cache: MakeCache) -> None:
                 assert (batch["moments"][row] == 10 * number + flip).all(), "as a toy image encodes both"
                 seen.update([("caption", caption), ("flip", flip)])
     assert {key for key, _ in seen.items()} == {("caption", at) for at in range(3)} | {("flip", at) for at in range(2)}
-
-
-# --- repeats -----------------------------------------------------------------------------------
 
 
 def test_repeats_are_set_per_directory(make_cache: MakeCache) -> None:
@@ -132,9 +126,6 @@ def test_small_buckets_are_dropped_on_request(make_cache: MakeCache) -> None:
         data.order(SEED, ONCE, lambda resolution: 10, 16, "drop")
 
 
-# --- text --------------------------------------------------------------------------------------
-
-
 def test_padding_is_zero_in_reused_memory(make_cache: MakeCache) -> None:
     data = make_cache(real=True, mask=True, variants=2)
     picks = order_of(data).picks(0)
@@ -144,9 +135,6 @@ def test_padding_is_zero_in_reused_memory(make_cache: MakeCache) -> None:
 
     clean, other = data.read(picks, SEED), data.read(picks, SEED, dirty)
     assert all(torch.equal(clean[name], other[name]) for name in clean)
-
-
-# --- files -------------------------------------------------------------------------------------
 
 
 def open_files(data: CachedDataset) -> int:
@@ -190,9 +178,7 @@ def test_the_least_recently_used_shard_is_closed_first(make_cache: MakeCache) ->
     assert list(data._open) == [files[0], files[2]]
 
 
-def test_the_next_windows_shards_are_hashed_in_the_background(
-    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_window_is_hashed_in_the_background(make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
     data = make_cache(sizes=(4,) * 6)
     order = order_of(data, window=2)
     hashed: dict[str, bool] = {}
@@ -212,9 +198,7 @@ def test_the_next_windows_shards_are_hashed_in_the_background(
     assert Counter(hashed.values())[True] >= 3, "all shards except those of the first window"
 
 
-def test_windows_are_prefetched_once_and_in_the_order_in_which_they_are_read(
-    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_windows_are_prefetched_once_in_reading_order(make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
     data = make_cache(sizes=(4,) * 6)
     order = order_of(data, window=2)
     batches = MicroBatches(data, order, 0, 1, 1)
@@ -253,9 +237,6 @@ def test_the_tensors_of_a_batch_share_one_allocation(make_cache: MakeCache) -> N
     assert all((tensor.data_ptr() - memory.data_ptr()) % 64 == 0 for tensor in tensors.values())
 
 
-# --- shards that change during a run -------------------------------------------------------------
-
-
 def change_all(data: CachedDataset, change: Callable[[Path], object]) -> None:
     for entry in data.buckets[0].shards:
         change(data.store.path(entry))
@@ -282,9 +263,7 @@ def same_batches(left: list[dict[str, Any]], right: list[dict[str, Any]]) -> boo
     [Path.unlink, lambda path: replace_with(path, other_bytes(path)), lambda path: replace_with(path, b"")],
     ids=["deleted", "replaced", "replaced by nothing"],
 )
-def test_an_open_shard_is_read_on_after_it_is_deleted_or_replaced(
-    make_cache: MakeCache, change: Callable[[Path], object]
-) -> None:
+def test_a_deleted_or_replaced_open_shard_is_read_on(make_cache: MakeCache, change: Callable[[Path], object]) -> None:
     """Its file remains until it is closed, with the bytes that were verified. Opened again, it is another file."""
     data = make_cache()
     order = order_of(data)
@@ -305,9 +284,7 @@ def test_a_shard_that_is_written_to_stops_the_run(make_cache: MakeCache) -> None
         steps_of(data, order)
 
 
-def test_a_shard_that_is_replaced_by_the_same_bytes_is_verified_again(
-    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shard_replaced_by_itself_is_verified_again(make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
     data = make_cache()
     order = order_of(data)
     before = steps_of(data, order)

@@ -78,9 +78,7 @@ def test_a_copy_of_the_cache_is_verified_separately(folder: Path, log: Callable[
     assert sorted(log().values()) == [2, 2, 2]
 
 
-def test_the_shard_of_a_process_killed_while_hashing_is_hashed_by_another(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_shard_of_a_killed_process_is_hashed_by_another(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, hashing = verify_module.file_sha256, FORK.Event()
 
     def hang(path: Path) -> str:
@@ -104,9 +102,7 @@ def test_the_shard_of_a_process_killed_while_hashing_is_hashed_by_another(
     assert waiting.exitcode == 0
 
 
-def test_without_a_marker_folder_each_process_hashes(
-    folder: Path, log: Callable[[], Counter[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_marker_folder(folder: Path, log: Callable[[], Counter[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(folder / "nowhere"))
     for _ in range(2):
         own = Verifier(folder)
@@ -158,9 +154,7 @@ def test_a_damaged_shard_is_reported_and_marked(folder: Path) -> None:
     assert not is_verified(own, entry)
 
 
-def test_a_truncated_shard_is_damaged_and_a_read_only_folder_is_left_unchanged(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_truncated_shard_in_a_read_only_folder_is_damaged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, path = shard_files(folder)[0]
     os.truncate(path, 100)
 

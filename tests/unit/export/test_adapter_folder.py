@@ -162,9 +162,7 @@ def test_the_proof_updates_one_layer_at_a_time(base: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("kind", ["lora", "lokr"])
-def test_a_proof_changes_nothing_that_other_threads_use(
-    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_a_proof_changes_nothing_shared(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """It runs in a thread while the run trains: stock loading patches torch, and adding an adapter seeds it."""
     spec = spec_of(base, type=kind)
     weights = trained(base, spec.adapter)
@@ -176,9 +174,7 @@ def test_a_proof_changes_nothing_that_other_threads_use(
 
 
 @pytest.mark.parametrize("kind", [{"type": "lora", "alpha": 6.0}, {"type": "lokr", "alpha": 6.0}], ids=["lora", "lokr"])
-def test_a_proof_rounds_the_weights_as_the_file_does(
-    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, kind: dict[str, Any]
-) -> None:
+def test_a_proof_rounds_like_the_file(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     """A scale of 1.5 is part of the weights that are rounded to bf16. The update is ten times larger than in other
     tests, so that another rounding would be a difference of more than the tolerance."""
     spec = spec_of(base, torch.bfloat16, **kind)
@@ -211,9 +207,7 @@ def test_a_lokr_of_a_model_with_more_heads_than_blocks_is_proven_as_comfyui_numb
     assert {layer.split(".")[1] for layer in read_adapter(out, "lokr")} == {"0", "1"}
 
 
-def test_a_file_with_another_effect_is_not_published(
-    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_of_another_effect_is_not_published(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof detects a wrong scale."""
     spec = spec_of(base, alpha=8.0)
     weights = trained(base, spec.adapter)

@@ -65,16 +65,11 @@ def test_a_resumed_run_links_the_best_export_before_its_step(tmp_path: Path) -> 
     restore_best(tmp_path / "missing", BestMeasurement("kid", 1.0, 2))
 
 
-def test_a_file_system_without_links_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_lack_of_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(Path, "symlink_to", Mock(side_effect=PermissionError(1, "Operation not permitted")))
     mark_best(make_exports(tmp_path, 2)[0])
     assert "cannot be written (Operation not permitted); the best export is step-00000002" in capsys.readouterr().err
     assert module.best_name(tmp_path) is None
-
-
-# --- the export that `--best` chooses -------------------------------------------------------------
 
 
 def write_run(run: Path, losses: dict[int, Any]) -> Path:

@@ -92,9 +92,6 @@ def same_files(first: Path, second: Path, parts: Sequence[str]) -> None:
             assert path.read_bytes() == (second / part / path.name).read_bytes(), path
 
 
-# --- single files ------------------------------------------------------------------------------
-
-
 def test_a_folder_becomes_a_file_of_chosen_contents_and_the_same_folder_again(wide: Path, tmp_path: Path) -> None:
     file, back = tmp_path / "m.safetensors", tmp_path / "back"
     output = run("convert", wide, file, "--text-encoders")
@@ -126,9 +123,6 @@ def test_options_that_do_not_apply_are_refused(square: Path, tmp_path: Path) -> 
     assert "is a single file already" in refused("convert", file, tmp_path / "other.safetensors")
     assert "select what goes into a file" in refused("convert", file, tmp_path / "back", "--no-vae")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.safetensors"]
-
-
-# --- LoRA files --------------------------------------------------------------------------------
 
 
 def test_a_lora_round_trips_through_kohyas_layout_exactly(square: Path, tmp_path: Path) -> None:

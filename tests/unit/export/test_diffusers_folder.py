@@ -73,9 +73,6 @@ def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder_module, "prove", lambda *_: {})
 
 
-# --- rejected weights --------------------------------------------------------------------------
-
-
 def remove_weight(state: State) -> State:
     del state[WEIGHT]
     return state
@@ -118,9 +115,7 @@ FAULTS: dict[str, tuple[Callable[[State], State], str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_weights_that_do_not_match_the_model_are_named_and_nothing_is_replaced(
-    tmp_path: Path, demo_parts: Path, state: State, unproven: None, fault: str
-) -> None:
+def test_wrong_weights_are_named(tmp_path: Path, demo_parts: Path, state: State, unproven: None, fault: str) -> None:
     damage, message = FAULTS[fault]
     out = tmp_path / "out"
     out.mkdir()
@@ -131,9 +126,7 @@ def test_weights_that_do_not_match_the_model_are_named_and_nothing_is_replaced(
     assert [path.name for path in out.iterdir()] == ["precious"]
 
 
-def test_an_export_that_fails_its_proof_is_not_published(
-    tmp_path: Path, demo_parts: Path, state: State, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_proof(tmp_path: Path, demo_parts: Path, state: State, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "precious").write_text("an earlier export")
@@ -147,9 +140,6 @@ def test_an_export_that_fails_its_proof_is_not_published(
         write_folder(out, state, spec(demo_parts))
     assert (out / "precious").is_file()
     assert os.listdir(tmp_path) == ["out"], "nothing half-written remains"
-
-
-# --- written files -----------------------------------------------------------------------------
 
 
 def test_the_copy_is_cast_and_the_live_weights_are_untouched(demo_parts: Path, state: State) -> None:
@@ -220,9 +210,7 @@ def test_without_links_parts_are_copied_once_per_series_unless_they_change(
     assert (third / "vae" / "config.json").read_bytes() == config.read_bytes()
 
 
-def test_an_earlier_export_is_replaced_and_leftovers_of_a_killed_process_are_removed(
-    tmp_path: Path, demo_parts: Path, state: State, unproven: None
-) -> None:
+def test_earlier_exports_and_leftovers_go_away(tmp_path: Path, demo_parts: Path, state: State, unproven: None) -> None:
     dead = subprocess.Popen(["true"])
     dead.wait()
     killed, running = (f"{machine()}~{pid}~0.tmp" for pid in (dead.pid, os.getpid()))
@@ -265,9 +253,6 @@ def test_a_large_denoiser_is_split_into_files(tmp_path: Path, demo_parts: Path, 
     files = sorted(path.name for path in (out / "transformer").glob("*.safetensors"))
     assert len(files) > 1
     assert sum(len(load_file(out / "transformer" / name)) for name in files) == len(state)
-
-
-# --- the proof ---------------------------------------------------------------------------------
 
 
 def flip_a_bit(folder: Path) -> None:
@@ -369,9 +354,7 @@ def test_the_digest_depends_on_names_types_and_bits() -> None:
     assert digest(dict(reversed(weights.items()))) in digests
 
 
-def test_the_proof_names_the_part_that_is_not_finite(
-    demo_parts: Path, tmp_path: Path, state: State, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_nan_part_is_named(demo_parts: Path, tmp_path: Path, state: State, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing: Any = lambda *_: ({"config": CONFIG, "weights": {}}, {})  # noqa: E731
     monkeypatch.setattr(proof_module, "run_clean_process", nothing)
     base = with_nan(demo_parts, tmp_path / "nan", "vae")
@@ -383,7 +366,7 @@ def test_the_proof_names_the_part_that_is_not_finite(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_clean_process_has_its_own_group_and_its_warnings_are_not_blamed_for_its_end(
+def test_a_clean_process_has_its_group_and_its_warnings_no_blame(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C in a terminal signals the whole group of the trainer."""

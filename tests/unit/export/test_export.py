@@ -99,9 +99,6 @@ def exported(folder: Path) -> tuple[Tensor, dict[str, Any]]:
     return state[MOVED], json.loads((folder / "sd3_light.json").read_text())
 
 
-# --- from a checkpoint ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("weights", [None, "ema", "raw", "short", "long"])
 def test_every_kind_of_weights_can_be_exported(trained: Trained, tmp_path: Path, weights: str | None) -> None:
     tensor, facts = exported(export.run(trained.run, tmp_path / "out", weights=weights))
@@ -109,9 +106,6 @@ def test_every_kind_of_weights_can_be_exported(trained: Trained, tmp_path: Path,
     shadows = {track: average.shadow[MOVED] for track, average in trained.averages.tracks.items()}
     assert torch.equal(tensor, {"raw": trained.at(STEPS), **shadows}[name])
     assert (facts["weights"], facts["step"], facts["samples"]) == (name, STEPS, 4 * STEPS)
-
-
-# --- rebuilt from snapshots -------------------------------------------------------------------
 
 
 def running_average(trained: Trained, length: float, time: int) -> Tensor:
@@ -181,9 +175,6 @@ def test_unknown_averages_and_options_that_exclude_each_other_are_refused(traine
     assert not (tmp_path / "folder").exists()
 
 
-# --- extras -----------------------------------------------------------------------------------
-
-
 def test_a_run_is_exported_and_pushed(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -216,9 +207,6 @@ def test_options_of_an_upload_need_one(tmp_path: Path, options: list[str]) -> No
     outcome = run_cli("export", tmp_path, *options)
     assert outcome.code == 2
     assert ("belong to --push-to-hub" if options else "OUT is missing") in outcome.err
-
-
-# --- refusals ---------------------------------------------------------------------------------
 
 
 def with_config(trained: Trained, run: Path, old: str, new: str) -> Path:

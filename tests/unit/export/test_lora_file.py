@@ -77,9 +77,6 @@ def metadata_of(path: Path) -> dict[str, str]:
         return dict(opened.metadata() or {})
 
 
-# --- stock diffusers ---------------------------------------------------------------------------
-
-
 def stock_with(path: Path) -> SD3Transformer2DModel:
     """Load a file into a stock model with `pipe.load_lora_weights` of stock diffusers."""
     parts = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3")
@@ -146,9 +143,6 @@ def test_dora_is_for_diffusers_only_and_swapped_with_its_rows(tmp_path: Path) ->
     assert torch.equal(module.up, torch.cat([up[128:], up[:128]]))
     assert module.magnitude is not None
     assert torch.equal(module.magnitude, torch.cat([magnitude[128:], magnitude[:128]]))
-
-
-# --- ComfyUI: an independent copy of its rules --------------------------------------------------
 
 
 def comfy_map(depth: int) -> dict[str, tuple[str, tuple[int, int] | None, bool]]:
@@ -241,9 +235,7 @@ def test_both_layouts_work_in_comfyui(live: SD3Transformer2DModel, layout: Any, 
 
 
 @pytest.mark.parametrize("layout", ["diffusers", "kohya"])
-def test_a_padded_single_file_gets_a_renumbered_lora(
-    modules: dict[str, LoraModule], layout: Any, tmp_path: Path
-) -> None:
+def test_a_padded_file_gets_a_renumbered_lora(modules: dict[str, LoraModule], layout: Any, tmp_path: Path) -> None:
     padding, last = Padding(LAYERS, 5), f"transformer_blocks.{LAYERS - 1}."
     path = write_lora(tmp_path / "lora.safetensors", modules, layout=layout, padding=padding)
     renumbered = {name.replace(last, "transformer_blocks.4."): tensor for name, tensor in stock().state_dict().items()}
@@ -272,12 +264,7 @@ def test_padding_that_does_not_fit_is_named(tmp_path: Path) -> None:
     assert "transformer_blocks.1.attn.to_out.0" in read_lora(foreign, Padding(2, 3)).modules
 
 
-# --- layout conversion ---------------------------------------------------------------------------
-
-
-def test_layouts_convert_bit_for_bit_and_are_loaded_into_an_adapter(
-    live: SD3Transformer2DModel, tmp_path: Path
-) -> None:
+def test_layouts_convert_bit_for_bit_and_load_into_an_adapter(live: SD3Transformer2DModel, tmp_path: Path) -> None:
     source = lora_modules(live)
     kohya = write_lora(tmp_path / "1.safetensors", source, layout="kohya")
     diffusers = write_lora(tmp_path / "2.safetensors", read_lora(kohya).modules, layout="diffusers")
@@ -328,8 +315,6 @@ def test_unequal_ranks_round_trip_exactly(ranks: dict[str, int], tmp_path: Path)
         expected = lora[name].delta() if name in lora else torch.zeros(128, 128)
         assert (bare[name].delta() - expected).abs().max() < 1e-5
 
-
-# --- reading -------------------------------------------------------------------------------------
 
 PAIR = ("lora_A.weight", "lora_B.weight")
 OUT = "transformer_blocks.0.attn.to_out.0"
@@ -446,8 +431,6 @@ def test_only_safetensors_are_read(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message):
             read_lora(tmp_path / name)
 
-
-# --- writing -------------------------------------------------------------------------------------
 
 PLAIN = LoraModule(noise(2, 128), noise(128, 2))
 UNWRITABLE: dict[str, tuple[dict[str, LoraModule], str]] = {

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -167,9 +168,7 @@ FAULTS: dict[str, tuple[Callable[[State], State], dict[str, object], str]] = {
 
 
 @pytest.mark.parametrize(("change", "options", "message"), FAULTS.values(), ids=FAULTS)
-def test_models_that_do_not_match_are_named(
-    base: State, change: Callable[[State], State], options: dict[str, object], message: str
-) -> None:
+def test_models_that_do_not_match_are_named(base: State, change: Any, options: dict[str, object], message: str) -> None:
     arguments: dict[str, object] = {"rank": 2, **options}
     with pytest.raises(UserError, match=message):
         extract_lora(base, change(base), **arguments)  # type: ignore[arg-type]

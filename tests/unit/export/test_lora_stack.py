@@ -102,9 +102,7 @@ def _renamed(change: Callable[[str], str]) -> Callable[[Weights], Weights]:
     ],
     ids=["names", "some", "shapes", "no lora"],
 )
-def test_a_file_that_does_not_fit_is_refused(
-    pipe: Any, fresh: Any, tmp_path: Path, change: Callable[[Weights], Weights], message: str
-) -> None:
+def test_a_file_that_does_not_fit_is_refused(pipe: Any, fresh: Any, tmp_path: Path, change: Any, message: str) -> None:
     file = tmp_path / "x.safetensors"
     save_file(change(lora_weights(pipe, 0)), file)
     with pytest.raises(UserError, match=message) as error:

@@ -55,9 +55,7 @@ def spec(family: Family, base: Path) -> ExportSpec:
     return ExportSpec(base, config, torch.bfloat16, text={"text_max_length": 48}, family=family)
 
 
-def test_a_folder_is_exported_and_proven_by_its_stock_pipeline(
-    flux: Family, base: Path, exported: Path, trained: dict[str, Tensor]
-) -> None:
+def test_a_folder_is_exported_and_proven(flux: Family, base: Path, exported: Path, trained: dict[str, Tensor]) -> None:
     proof = json.loads((exported / "proof.json").read_text())
     assert (proof["pipeline"], proof["tensors"]) == ("FluxPipeline", len(trained))
     assert proof["max_difference"] < 1e-5
@@ -81,9 +79,7 @@ def test_a_folder_is_exported_and_proven_by_its_stock_pipeline(
     assert flux.files.missing(base / "vae", denoiser=True) == ("model_index.json",)
 
 
-def test_a_lora_is_exported_proven_and_merged(
-    flux: Family, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lora_is_proven_and_merged(flux: Family, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     denoiser = FluxTransformer2DModel.from_pretrained(base / "transformer")
     config = AdapterConfig.model_validate({"rank": 2, "alpha": 4.0, "target_modules": ["attn.to_q", "proj_mlp"]})
     add_adapter(denoiser, config, 0)
@@ -110,9 +106,7 @@ def test_a_lora_is_exported_proven_and_merged(
     assert torch.equal(written[WEIGHT], merged[WEIGHT])
 
 
-def test_an_incomplete_base_and_what_only_sd3_has_are_refused(
-    flux: Family, base: Path, trained: dict[str, Tensor], tmp_path: Path
-) -> None:
+def test_unfit_exports_are_refused(flux: Family, base: Path, trained: dict[str, Tensor], tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_bytes((base / "model_index.json").read_bytes())
     with pytest.raises(UserError, match=r"lacks scheduler/scheduler_config.json, text_encoder/config.json, text_enc"):
         write_folder(tmp_path / "out", trained, spec(flux, tmp_path))

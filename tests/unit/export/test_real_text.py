@@ -110,9 +110,7 @@ def test_this_package_uses_its_own_class_and_never_runs_the_folders_file(exports
     assert max(map(distance, generate(pipe, requests, policy, (2, 4.0)), expected)) == 0, "sampling too"
 
 
-def test_the_pipeline_file_is_a_copy_that_padded_models_neither_have_nor_inherit(
-    exports: Exports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pipeline_file_is_not_inherited(exports: Exports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (exports["real", "zero"] / "pipeline.py").read_bytes() == Path(real_pipeline.__file__).read_bytes()
     assert not (exports["padded", "zero"] / "pipeline.py").exists()
     index = json.loads((exports["real", "zero"] / "model_index.json").read_text())
@@ -190,9 +188,7 @@ def test_options_that_training_did_not_use_are_refused(exports: Exports, real: A
 
 
 @pytest.mark.parametrize(("tokens", "uncond"), [("padded", "empty"), ("padded", "zero"), ("real", "zero")])
-def test_the_code_of_the_card_equals_sd3_light_sample(
-    exports: Exports, tokens: Any, uncond: Any, modules: None
-) -> None:
+def test_the_cards_code_equals_sd3_light_sample(exports: Exports, tokens: Any, uncond: Any, modules: None) -> None:
     folder = exports[tokens, uncond]
     (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
     assert len([line for line in code.splitlines() if line and "import" not in line]) <= 5

@@ -168,7 +168,7 @@ class Float32Bytes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("family", ["sd3", "flux", "wan"])
-def test_a_frozen_denoiser_is_never_held_in_float32(
+def test_frozen_never_float32(
     folder_of: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     config = config_of(folder_of(family, torch.float32), tmp_path, rank=1)
@@ -197,9 +197,7 @@ NEEDS_LIBRARY = pytest.mark.skipif(not is_bnb_available(), reason="needs bitsand
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("family", ["sd3", "flux", "wan"])
 @pytest.mark.usefixtures("in_bfloat16")
-def test_quantized_weights_are_read_one_by_one(
-    folder_of: FolderOf, tmp_path: Path, family: str, kind: str, bits: int
-) -> None:
+def test_quantized_weights_come_singly(folder_of: FolderOf, tmp_path: Path, family: str, kind: str, bits: int) -> None:
     config = config_of(folder_of(family, torch.float32), tmp_path, base_bits=bits, **KINDS[kind])
     weights = family_of(config.model).weights
     start = weights.start(config.model)
@@ -255,9 +253,7 @@ def test_swapped_blocks_have_the_bytes_that_check_counts(
 
 @pytest.mark.parametrize("swapped", [0, 3, "all"])
 @pytest.mark.parametrize(("family", "kind"), [("sd3", "adamw8bit"), ("wan", "adamw"), ("flux", "adafactor")])
-def test_trained_blocks_have_the_bytes_that_check_counts(
-    folder_of: FolderOf, tmp_path: Path, family: str, kind: str, swapped: int | str
-) -> None:
+def test_trained_block_bytes(folder_of: FolderOf, tmp_path: Path, family: str, kind: str, swapped: int | str) -> None:
     model = {"diffusers_path": str(folder_of(family, torch.float32)), "dtype": "float32"}
     settings = {"output_dir": "out", "dataset": "data.toml", "max_steps": 9, "model": model, "swap_blocks": swapped}
     settings |= {"gradient_release": True, "gradient_clipping": 0.0, "optimizer": {"type": kind}}

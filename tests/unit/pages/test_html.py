@@ -131,9 +131,6 @@ def test_half_a_surrogate_pair_is_written_as_an_escape(tmp_path: Path) -> None:
     assert b"<title>\\ud800.jpg</title>" in (tmp_path / "page.html").read_bytes()
 
 
-# --- formats ----------------------------------------------------------------------------------
-
-
 def test_numbers_durations_and_languages() -> None:
     assert [duration(seconds) for seconds in (0.44, 12, 482, 7500, 270_000, 86_400)] == [
         *("0.4 s", "12 s", "8 min 2 s", "2 h 5 min", "3 d 3 h", "1 d")

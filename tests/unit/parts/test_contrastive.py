@@ -67,9 +67,6 @@ def test_the_judge_agrees(task: TextTask, tokenizers: Tokenizers, tmp_path: Path
         load_feature_model(tmp_path, CPU)
 
 
-# --- hand-computed values ----------------------------------------------------------------------
-
-
 class Directions(nn.Module):
     """Towers whose vectors are known: an image of grey g has the vector ``image_of[g]``, a caption of token c
     ``text_of[c]``. All three encoders are equal; the vectors of the first are compared as they are."""
@@ -290,9 +287,7 @@ def test_pools_are_joined_by_sample(tokenizers: Tokenizers) -> None:
 
 
 @pytest.mark.parametrize(("sides", "side"), [((20, 200), 32), ((100, 90), 64), ((300, 200), 128)])
-def test_the_image_tower_sees_multiples_of_32_up_to_128(
-    tokenizers: Tokenizers, sides: tuple[int, int], side: int
-) -> None:
+def test_image_towers_see_multiples_of_32_up_to_128(tokenizers: Tokenizers, sides: tuple[int, int], side: int) -> None:
     images = captioned_images([pool_of([1, 2], 0, *sides, [["a"], ["b"]])], tokenizers, CPU)
     assert images.pixels.shape == (2, side, side, 3)
 

@@ -177,9 +177,6 @@ def test_what_a_killed_training_left_is_removed_and_the_last_step_evaluated(tmp_
     assert [record["step"] for record in state.history] == [5, 10, 12]
 
 
-# --- hand-computed values ----------------------------------------------------------------------
-
-
 def test_two_steps_of_the_optimizer(tmp_path: Path) -> None:
     """AdamW with betas 0.9 and 0.99, a gradient of 10 clipped to 1 and one of 0.5, and a weight decay of 0.2.
 

@@ -93,9 +93,7 @@ def test_an_interrupted_run_continues_to_the_same_bytes(built: Path, data: Path,
             assert (out / relative).read_bytes() == file.read_bytes(), relative
 
 
-def test_a_separate_judge_shares_no_caption_with_the_encoders(
-    built: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_judge_shares_no_captions(built: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other captions, other weights; VAE and tokenizers stay the same, and an interruption changes nothing."""
     captions: dict[str, set[str]] = {}
     seeds: dict[str, int] = {}
@@ -291,9 +289,7 @@ def test_a_folder_of_captioned_images(data: Path, tmp_path: Path, monkeypatch: p
     assert pixels.size == (128, 128)
 
 
-def test_a_second_run_changes_nothing_and_the_next_command_fits_the_dataset(
-    built: Path, data: Path, tmp_path: Path
-) -> None:
+def test_a_second_run_changes_nothing_and_names_the_next_command(built: Path, data: Path, tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in built.rglob("*") if path.is_file()}
     code, text = command(data, built, *SMALL, "--vae-minutes", "9")
     assert code == 0

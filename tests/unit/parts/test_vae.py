@@ -204,9 +204,6 @@ def test_a_vae_of_other_images_is_refused(tmp_path: Path) -> None:
         open_vae(tmp_path / "missing")
 
 
-# --- hand-computed values ----------------------------------------------------------------------
-
-
 def pool_of(pixels: Any, held_out: int = 0) -> Pool:
     """A pool of the images [N, H, W, 3] with the ids 0 to N - 1."""
     values = torch.as_tensor(np.asarray(pixels, np.uint8))

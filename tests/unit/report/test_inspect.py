@@ -148,9 +148,6 @@ def page(written: tuple[Path, CachePage]) -> ParsedPage:
     return ParsedPage(written[0])
 
 
-# --- the page ------------------------------------------------------------------------------------
-
-
 def test_the_page_is_complete_and_runs_nothing(page: ParsedPage) -> None:
     assert page.source.startswith('<!doctype html>\n<html lang="en">')
     assert ("meta", {"charset": "utf-8"}) in page.elements
@@ -257,10 +254,7 @@ def test_a_card_says_how_its_image_was_resized(size: tuple[int, int], expected: 
     assert card.resize_text == f"{size[0]}x{size[1]} → {bucket}{expected}"
 
 
-# --- missing and damaged parts -------------------------------------------------------------------
-
-
-def test_moved_sources_are_noted_and_the_rest_is_shown(tmp_path: Path, copy_cache: Callable[..., Path]) -> None:
+def test_moved_sources_are_noted_and_the_rest_is_shown(tmp_path: Path, copy_cache: Any) -> None:
     folder = copy_cache(**{f"directory__{LABEL}": "/nowhere/images"})
     content = write_cache_page(folder, tmp_path / "page.html")
     assert content.notes == [f"The originals of {LABEL} cannot be shown: /nowhere/images does not exist."]
@@ -269,7 +263,7 @@ def test_moved_sources_are_noted_and_the_rest_is_shown(tmp_path: Path, copy_cach
     assert "/nowhere/images does not exist" in ParsedPage(tmp_path / "page.html").text
 
 
-def test_a_missing_vae_is_noted_and_can_be_passed(tmp_path: Path, copy_cache: Callable[..., Path]) -> None:
+def test_a_missing_vae_is_noted_and_can_be_passed(tmp_path: Path, copy_cache: Any) -> None:
     folder = copy_cache(diffusers_path="/nowhere/model")
     content = write_cache_page(folder, tmp_path / "page.html")
     assert len(content.notes) == 1
@@ -285,7 +279,7 @@ def test_a_missing_vae_is_noted_and_can_be_passed(tmp_path: Path, copy_cache: Ca
         assert all(sample.decoded for sample in content.samples)
 
 
-def test_a_damaged_shard_is_noted_and_the_others_are_shown(tmp_path: Path, copy_cache: Callable[..., Path]) -> None:
+def test_a_damaged_shard_is_noted_and_the_others_are_shown(tmp_path: Path, copy_cache: Any) -> None:
     folder = copy_cache()
     (folder / "shards" / "80x48.safetensors").write_bytes(b"not a shard")
     content = write_cache_page(folder, tmp_path / "page.html")
@@ -294,9 +288,7 @@ def test_a_damaged_shard_is_noted_and_the_others_are_shown(tmp_path: Path, copy_
     assert all("80x48.safetensors" in note for note in content.notes)
 
 
-def test_a_changed_source_is_not_shown_as_the_original(
-    tmp_path: Path, built: SmallCache, copy_cache: Callable[..., Path]
-) -> None:
+def test_a_changed_source_is_not_shown_as_the_original(tmp_path: Path, built: SmallCache, copy_cache: Any) -> None:
     shutil.copytree(built.sources, tmp_path / "moved")
     Image.new("RGB", (90, 90)).save(tmp_path / "moved" / "000000.png")
     folder = copy_cache(**{f"directory__{LABEL}": str(tmp_path / "moved")})
@@ -305,7 +297,7 @@ def test_a_changed_source_is_not_shown_as_the_original(
     assert problems == ["the file has changed: it is 90x90 now and was 64x64"]
 
 
-def test_a_cache_without_rejects_says_so(tmp_path: Path, copy_cache: Callable[..., Path]) -> None:
+def test_a_cache_without_rejects_says_so(tmp_path: Path, copy_cache: Any) -> None:
     folder = copy_cache()
     (folder / "rejects.jsonl").unlink()
     manifest = json.loads((folder / "manifest.json").read_bytes())
@@ -315,7 +307,7 @@ def test_a_cache_without_rejects_says_so(tmp_path: Path, copy_cache: Callable[..
     assert "No input was rejected." in ParsedPage(tmp_path / "page.html").text
 
 
-def test_half_a_surrogate_pair_does_not_stop_the_page(tmp_path: Path, copy_cache: Callable[..., Path]) -> None:
+def test_half_a_surrogate_pair_does_not_stop_the_page(tmp_path: Path, copy_cache: Any) -> None:
     folder = copy_cache()
     line = '{"key": "images#0/\\ud800.jpg", "reason": "new_reason", "detail": "", "image": ""}\nnot json\n'
     (folder / "rejects.jsonl").write_text(line)
@@ -345,9 +337,6 @@ def test_files_that_cannot_be_used_are_user_errors(tmp_path: Path, built: SmallC
     assert not (tmp_path / "page.html").exists()
     with pytest.raises(UserError, match=r"cannot write /proc/page\.html"):  # root cannot write there either
         write_cache_page(built.folder, Path("/proc/page.html"), samples=0)
-
-
-# --- the table -----------------------------------------------------------------------------------
 
 
 def table_of(inspection: Inspection, styles: bool = False) -> str:

@@ -109,9 +109,6 @@ def test_events_are_listed_in_the_order_of_time_and_many_are_thinned_out(written
     assert page.source.count("<tr") < 250
 
 
-# --- sample grids -----------------------------------------------------------------------------
-
-
 def test_grids_have_a_slider_per_kind_of_weights(written: Written, tmp_path: Path) -> None:
     drawn = [grid(tmp_path, step, weights=kind) for step in (10, 20, 30) for kind in ("raw", "ema")]
     page, notes = written([*run(), *drawn, drawn[-1]])
@@ -152,9 +149,6 @@ def test_a_huge_grid_is_scaled_down(written: Written, tmp_path: Path) -> None:
     page, _ = written([*run(), grid(tmp_path, 1, side=3000)])
     (image,) = page.attributes("img")
     assert (image["width"], image["height"]) == ("1280", "1280")
-
-
-# --- config and output path -------------------------------------------------------------------
 
 
 def test_config_and_prompts_are_shown(written: Written, tmp_path: Path) -> None:

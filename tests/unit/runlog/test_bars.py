@@ -64,9 +64,7 @@ def test_lines_are_printed_first_last_and_every_ten_seconds(clock: Clock, capsys
 
 
 @pytest.mark.parametrize("width", [*range(40, 90, 5), 120])
-def test_the_live_line_fits_the_terminal_and_cuts_no_number(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch, width: int
-) -> None:
+def test_the_live_line_fits_and_cuts_no_number(clock: Clock, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     screen = use_console(monkeypatch, terminal=True, width=width)
     with progress("train", 1_000_000, "steps", done=212_345) as bar:
         clock.now += 10

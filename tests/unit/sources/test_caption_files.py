@@ -57,9 +57,7 @@ def as_parquet(file: str, text: str) -> bytes:
     ("name", "write"),
     [("captions.csv", as_csv), ("Metadata.CSV", as_csv), ("train.jsonl", as_jsonl), ("my data.parquet", as_parquet)],
 )
-def test_the_only_table_of_a_folder_is_read_whatever_its_name(
-    tmp_path: Path, name: str, write: Any, file: str, text: str
-) -> None:
+def test_the_only_table_is_read_whatever_its_name(tmp_path: Path, name: str, write: Any, file: str, text: str) -> None:
     write_files(tmp_path, {"a.png": png(), "sub/b.png": png(), name: write(file, text), "list.csv": "width\n1\n"})
     items = scan_items(tmp_path)
     assert captions(items) == {"a.png": ("a cat", "again"), "sub/b.png": ("a dog",)}

@@ -168,8 +168,6 @@ def test_a_full_temporary_disk_is_a_user_error(tmp_path: Path, monkeypatch: pyte
         count(tmp_path, Rejected)
 
 
-# --- JSON documents ---------------------------------------------------------------------------
-
 DOCUMENTS = [
     {},
     [],

@@ -4,7 +4,7 @@ import json
 import re
 import time
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -301,7 +301,7 @@ def test_markup_is_text_and_a_faulty_toml_an_error_page(pages: Pages, root: Path
     assert "resolutions" in ParsedPage(reply.text).text
 
 
-def test_the_cache_is_compared_in_another_process(root: Path, fake_python: Callable[[str], None]) -> None:
+def test_the_cache_is_compared_in_another_process(root: Path, fake_python: Any) -> None:
     config = root / "train.toml"
     config.write_text('output_dir = "run"\ndataset = "data.toml"\n')
     fake_python('echo "$3 $5: 3 <b>captions</b>"')

@@ -173,9 +173,6 @@ def test_every_key_of_the_schema_has_a_field() -> None:
     assert (fields["directory[0].path"].value, fields["directory[1].path"].value) == ("a", '"true"')
 
 
-# --- plans --------------------------------------------------------------------------------------------
-
-
 def planned(client: TestClient, served: Path, **form: str) -> tuple[str, str]:
     """Plan a project; return the address of the plan and its page."""
     values = {"kind": "lora", "data": str(served / "images"), "model": str(DEMO), "out": str(served / "new"), **form}
@@ -243,9 +240,6 @@ def test_a_crash_of_a_plan_is_shown(served: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("sd3_light.ui.projects._fill", crash)
     assert "ZeroDivisionError; this is a bug in sd3-light" in planned(opened(served), served)[1]
-
-
-# --- a run whose config has changed ---------------------------------------------------------------------
 
 
 def test_a_changed_config_says_what_applies_on_resume(project: Project) -> None:

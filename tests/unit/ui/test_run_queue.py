@@ -460,9 +460,7 @@ def test_the_gpus_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_queue.machine_slots() == ["3", "GPU-1"]
 
 
-def test_the_thread_starts_what_waits_without_the_token_and_ends(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_thread_starts_what_waits_without_token_and_ends(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SD3_LIGHT_UI_TOKEN", "secret")
     machine.program.write_text(f'#!/bin/sh\necho "[$SD3_LIGHT_UI_TOKEN]" > "{machine.folder}/commands"\n')
     machine.queue(()).add(machine.config())

@@ -187,9 +187,7 @@ def test_paths_that_name_no_file_below_a_root_are_refused(root: Path, tmp_path: 
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_folder_that_becomes_a_link_before_its_file_is_written_is_not_followed(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_turned_link_is_not_followed(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, outside = root / "inner" / "a.toml", tmp_path / "outside"
     path.write_text("a\n")
     outside.mkdir()

@@ -504,9 +504,6 @@ def test_a_body_that_is_not_valid_is_refused(painter: TestClient, body: bytes) -
     assert reply.json()["error"]
 
 
-# --- slow and foreign clients ----------------------------------------------------------------------
-
-
 @pytest.fixture
 def address(runs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
     """Host and port of a running server that waits half a second for requests."""
@@ -580,9 +577,6 @@ def test_other_websites_can_link_to_pages_and_load_nothing(client: TestClient, r
         assert client.get("/data/any-id/inspect", headers=headers).status_code == 404, "the guard lets it pass"
 
 
-# --- finer curves -------------------------------------------------------------------------------------
-
-
 def test_curves_lists_and_numbers_are_those_of_the_query(client: TestClient, runs: Path) -> None:
     path = f"/runs/{folder_id(runs / 'first')}"
     query = "/curves?from=3&to=5&name=loss&name=lr&name=<b>"
@@ -613,9 +607,6 @@ def test_finer_curves_between_no_steps_are_refused(client: TestClient, runs: Pat
         assert reply.status_code == 404, steps
         assert "is not a step; use a number" in reply.text
         assert "<b>&" not in reply.text
-
-
-# --- the queue and read-only servers ------------------------------------------------------------------
 
 
 def test_the_queue_shows_what_runs_waits_and_has_ended(failing: Path, fake_python: Script) -> None:

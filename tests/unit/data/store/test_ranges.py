@@ -87,9 +87,7 @@ def test_a_failed_range_waits_alone_and_only_it_is_requested_again(
     assert starts[-failures:] == [0] * failures, "all others were requested in the first pause"
 
 
-def test_downloads_share_one_limit_of_requests_and_memory(
-    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_downloads_share_one_limit(store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     current, peak, write = [0], [0], remote._write
 
     async def slow(path: str, start: int, end: int) -> bytes:

@@ -8,7 +8,7 @@ import pickle
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from email.utils import formatdate
 from functools import partial
@@ -107,9 +107,6 @@ def read(store: Any, number: int) -> bytes:
     return open_shard(store, store.manifest.shards[number], Path.read_bytes)
 
 
-# --- reading ------------------------------------------------------------------------------------
-
-
 def test_a_local_store_reads_its_folder_and_reports_a_missing_shard(cache: Path) -> None:
     store = open_store(cache, None, 1)
     assert isinstance(store, LocalStore)
@@ -121,9 +118,7 @@ def test_a_local_store_reads_its_folder_and_reports_a_missing_shard(cache: Path)
         store.path(entry)
 
 
-def test_s3_store_reads_every_shard_and_the_empty_one_once(
-    s3: ObjectStore, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_s3_reads_shards_once(s3: ObjectStore, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "RANGE_BYTES", 300)
     url = s3.put(cache)
     for _ in range(2):  # a second run reuses the files of the first
@@ -151,9 +146,7 @@ def test_other_protocols(cache: Path, tmp_path: Path) -> None:
                 load_remote_manifest(f"{url}-none")
 
 
-def test_the_table_of_a_manifest_is_fetched_once(
-    s3: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_manifests_table_is_fetched_once(s3: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest_module, "TABLE_SHARDS", 3)
     made = make_cache(tmp_path / "cache")
     (table,) = (tmp_path / "cache").glob("manifest-*.arrow")
@@ -171,9 +164,7 @@ def test_the_table_of_a_manifest_is_fetched_once(
     assert gets(s3, url, table.name) == 3
 
 
-def test_a_damaged_local_table_is_fetched_again(
-    s3: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_table_is_fetched_again(s3: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest_module, "TABLE_SHARDS", 3)
     made = make_cache(tmp_path / "cache")
     url, kept = s3.put(tmp_path / "cache"), tmp_path / "kept"
@@ -221,9 +212,6 @@ def test_a_store_can_be_sent_to_other_processes(s3: ObjectStore, cache: Path, tm
     assert read(store, 0) == content(0)
     with FORK.Pool(1) as pool:  # this process has a file system and its thread; the forked one needs its own
         assert pool.apply(read, (store, 1)) == content(1)
-
-
-# --- size limit -------------------------------------------------------------------------------
 
 
 def test_the_least_recently_used_shard_is_evicted(s3: ObjectStore, cache: Path, tmp_path: Path) -> None:
@@ -274,9 +262,6 @@ def test_a_limit_below_the_windows_of_all_buckets_is_rejected(cache: Path, tmp_p
     RemoteStore(cache.as_uri(), tmp_path / "kept", 7 * SIZE, window=4)
 
 
-# --- several processes ------------------------------------------------------------------------
-
-
 def _read_all(store: RemoteStore, order: list[int], start: Any, most: Any) -> None:
     """Read shards in an order and report the largest size of the folder after any of them."""
     start.wait()
@@ -306,9 +291,7 @@ def test_processes_that_need_the_same_shards_fetch_each_once(s3: ObjectStore, ca
     assert used(store.disk) == COUNT * SIZE
 
 
-def test_a_file_fetched_by_another_process_is_not_fetched_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_of_another_process_is_not_fetched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk, digest, fetched = DiskCache(tmp_path, 10 * SIZE), hashlib.sha256(content(0)).hexdigest(), []
     claimed = disk_cache._claimed
 
@@ -327,9 +310,7 @@ def test_a_file_fetched_by_another_process_is_not_fetched_again(
 
 
 @pytest.mark.parametrize("room", [1, 3])
-def test_processes_share_one_limit(
-    s3: ObjectStore, cache: Path, tmp_path: Path, room: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shared_limit(s3: ObjectStore, cache: Path, tmp_path: Path, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_cache, "_POLL_SEC", 0.005)
     store = RemoteStore(s3.put(cache), tmp_path / "kept", room * SIZE)
     orders = [
@@ -368,9 +349,7 @@ def half_a_download(s3: ObjectStore, cache: Path, tmp_path: Path) -> Iterator[tu
     child.join()
 
 
-def test_a_killed_process_leaves_no_file_that_looks_complete(
-    half_a_download: tuple[str, Any, Any], tmp_path: Path
-) -> None:
+def test_a_killed_process_leaves_no_complete_file(half_a_download: tuple[str, Any, Any], tmp_path: Path) -> None:
     url, child, _ = half_a_download
     (part,) = kept(tmp_path / "kept")
     assert part.endswith(".part")
@@ -387,9 +366,7 @@ def test_a_killed_process_leaves_no_file_that_looks_complete(
     assert used(before.disk) == SIZE
 
 
-def test_a_prefetch_does_not_wait_for_the_download_of_another_process(
-    half_a_download: tuple[str, Any, Any], tmp_path: Path
-) -> None:
+def test_a_prefetch_does_not_wait_for_another_process(half_a_download: tuple[str, Any, Any], tmp_path: Path) -> None:
     url, _, line = half_a_download
     store = RemoteStore(url, tmp_path / "kept", 3 * SIZE)
     first, second = store.manifest.shards[:2]
@@ -400,9 +377,7 @@ def test_a_prefetch_does_not_wait_for_the_download_of_another_process(
     assert store.prefetch(first) == store.path(first)
 
 
-def test_a_prefetch_is_not_skipped_while_leftovers_are_looked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prefetch_is_not_skipped_while_leftovers_are_sought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk, digest = DiskCache(tmp_path, 10 * SIZE), hashlib.sha256(content(0)).hexdigest()
     creating, cleaners = disk_cache._creating, []
 
@@ -437,9 +412,6 @@ def test_a_running_download_keeps_its_space_and_file(half_a_download: tuple[str,
     assert read(store, 0) == content(0)
 
 
-# --- errors -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("spoil", "came"),
     [
@@ -451,9 +423,7 @@ def test_a_running_download_keeps_its_space_and_file(half_a_download: tuple[str,
     ids=["other bytes", "short", "empty", "long"],
 )
 @pytest.mark.usefixtures("quick")
-def test_a_damaged_object_is_reported(
-    s3: ObjectStore, cache: Path, tmp_path: Path, spoil: Callable[[bytes], bytes], came: str
-) -> None:
+def test_a_damaged_object_is_reported(s3: ObjectStore, cache: Path, tmp_path: Path, spoil: Any, came: str) -> None:
     (cache / "shards" / "shard-0.safetensors").write_bytes(spoil(content(0)))
     url = s3.put(cache)
     store = RemoteStore(url, tmp_path / "kept", 10**6)
@@ -470,9 +440,7 @@ def test_a_damaged_object_is_reported(
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_damaged_download_is_retried(
-    s3: ObjectStore, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damage_is_retried(s3: ObjectStore, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy, calls = remote._copy_ranges, []
 
     def sometimes(url: str, file: int, size: int, written: dict[int, int]) -> None:
@@ -571,9 +539,7 @@ class Refusal(BaseHTTPRequestHandler):
         (8, "AccessDenied", "no permission"),
     ],
 )
-def test_a_wrong_clock_is_named(
-    s3: ObjectStore, monkeypatch: pytest.MonkeyPatch, minutes: float, code: str, text: str
-) -> None:
+def test_a_wrong_clock(s3: ObjectStore, monkeypatch: pytest.MonkeyPatch, minutes: float, code: str, text: str) -> None:
     with web_server(type("Handler", (Refusal,), {"minutes": minutes, "code": code})) as address:
         monkeypatch.setenv("AWS_ENDPOINT_URL", address)
         error = error_of("s3://bucket/any")
@@ -656,9 +622,6 @@ def test_a_full_disk_is_not_a_network_error(cache: Path, tmp_path: Path, monkeyp
     assert kept(tmp_path / "kept") == set()
 
 
-# --- the default folder -----------------------------------------------------------------------
-
-
 def test_the_default_folder_belongs_to_the_user(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temp"))
     store = open_store(cache.as_uri(), None, 10**6)
@@ -674,9 +637,7 @@ def test_the_default_folder_belongs_to_the_user(cache: Path, tmp_path: Path, mon
         private_temp_folder("s3://bucket/z")
 
 
-def test_a_corrupted_cached_shard_is_fetched_again(
-    tmp_path: Path, make_cache: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_shard_is_fetched_again(tmp_path: Path, make_cache: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from sd3_light.data.stream import CachedDataset
 
     make_cache()
