@@ -113,7 +113,6 @@ def _scan(world: World, folder: Path, rng: random.Random, source: str = "images"
 
 
 def caption_table(world: World, folder: Path, rng: random.Random) -> Command:
-    """A caption table beside images: JSON, JSON lines or CSV."""
     images = folder / "images"
     images.mkdir()
     for name, data in world.images[:4]:
@@ -135,7 +134,6 @@ def caption_table(world: World, folder: Path, rng: random.Random) -> Command:
 
 
 def tar(world: World, folder: Path, rng: random.Random) -> Command:
-    """A WebDataset tar."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=rng.choice((tarfile.USTAR_FORMAT, tarfile.PAX_FORMAT))) as file:
         for name, data in world.images[:4]:
@@ -152,7 +150,6 @@ def tar(world: World, folder: Path, rng: random.Random) -> Command:
 
 
 def parquet(world: World, folder: Path, rng: random.Random) -> Command:
-    """A Parquet file with images."""
     images: list[Any] = [data for _, data in world.images[:4]]
     images = [rng.choice((data, b"", None)) if rng.random() < 0.1 else data for data in images]
     kinds: list[Any] = [images, [{"bytes": data, "path": "x"} for data in images], ["x"] * 4]
@@ -194,7 +191,6 @@ def _mutated_header(data: bytes, rng: random.Random) -> bytes:
 
 
 def lora(world: World, folder: Path, rng: random.Random) -> Command:
-    """A LoRA file."""
     (folder / "lora.safetensors").write_bytes(_mutated_header(world.lora.read_bytes(), rng))
     (folder / "out").mkdir()
     layout = rng.choice(("diffusers", "kohya", "peft"))
@@ -202,7 +198,6 @@ def lora(world: World, folder: Path, rng: random.Random) -> Command:
 
 
 def single_file(world: World, folder: Path, rng: random.Random) -> Command:
-    """A single file."""
     path = folder / "single.safetensors"
     path.write_bytes(_mutated_header(world.single_file.read_bytes(), rng))
     (folder / "out").mkdir()
@@ -290,7 +285,6 @@ def checkpoint_index(world: World, folder: Path, rng: random.Random) -> Command:
 
 
 def log(world: World, folder: Path, rng: random.Random) -> Command:
-    """The log of a run."""
     lines = (world.run.run / "log.jsonl").read_text(encoding="utf-8").splitlines()
     events = [json.loads(line) for line in lines]
     events = [mutate_json(event, rng) if rng.random() < 0.1 else event for event in events]

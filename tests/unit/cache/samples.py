@@ -36,7 +36,6 @@ def shard_of(project: Project, name: str) -> Path:
 
 
 def readers(project: Project) -> Iterator[tuple[ShardEntry, ShardReader]]:
-    """Yield each shard of the manifest, open."""
     for entry in Manifest.load(project.cache).shards:
         yield entry, ShardReader(project.cache / SHARDS / entry.file, entry)
 

@@ -17,6 +17,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.data.manifest import MANIFEST, SHARDS, ShardEntry, read_entry
 from sd3_light.data.store import remote
 from tests.object_store import ObjectStore, object_store
+from tests.refusals import refused
 
 FILE = "images-64x64-abc.safetensors"
 
@@ -37,7 +38,6 @@ def store(server: ObjectStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 def write_files(folder: Path, data: bytes = b"tensors" * 100) -> ShardEntry:
-    """Write the files of a shard as the cache stage does."""
     path = folder / SHARDS / FILE
     path.write_bytes(data)
     path.with_suffix(".arrow").write_bytes(b"table")
@@ -109,8 +109,7 @@ def test_a_damaged_arrival_is_not_kept(store: ObjectStore, tmp_path: Path, monke
     monkeypatch.setattr(build_folder.RemoteBuildFolder, "_upload", damaging)
     with open_build_folder(store.url, tmp_path / "a") as place:
         write_files(place.folder)
-        with pytest.raises(UserError, match="is damaged: expected 700 bytes"):
-            place.push_shard(FILE)
+        refused("is damaged: expected 700 bytes", place.push_shard, FILE)
     assert FILE not in names(store)
 
 
@@ -136,15 +135,13 @@ def test_a_store_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.Monkey
         write_files(place.folder)
         place.push_shard(FILE)
         monkeypatch.setattr(MemoryFileSystem, method, forbidden)
-        with pytest.raises(UserError, match=rf"^no permission to read {url}.*Access Denied.*; check the network"):
-            work(place)
+        refused(rf"^no permission to read {url}.*Access Denied.*; check the network", work, place)
 
 
 def test_a_missing_bucket_is_named(store: ObjectStore, tmp_path: Path) -> None:
     with open_build_folder("s3://no-such-bucket/cache", tmp_path / "a") as place:
         write_files(place.folder)
-        with pytest.raises(UserError, match=r"^cannot write s3://no-such-bucket/.*; create it, or correct cache_dir$"):
-            place.push_shard(FILE)
+        refused(r"^cannot write s3://no-such-bucket/.*; create it, or correct cache_dir$", place.push_shard, FILE)
 
 
 def test_a_manifest_is_replaced_only_if_it_is_the_known_one(store: ObjectStore, tmp_path: Path) -> None:
@@ -159,8 +156,7 @@ def test_a_manifest_is_replaced_only_if_it_is_the_known_one(store: ObjectStore, 
     with open_build_folder(store.url, tmp_path / "a") as place:
         (place.folder / MANIFEST).write_text("third")
         store.files.pipe_file(f"{store.url}/{MANIFEST}", b"of another run")
-        with pytest.raises(UserError, match="was replaced by another run meanwhile; run the command again"):
-            place.publish()
+        refused("was replaced by another run meanwhile; run the command again", place.publish)
     assert store.get(store.url)[MANIFEST] == b"of another run"
 
 

@@ -41,6 +41,7 @@ from sd3_light.sources import catalogue
 from sd3_light.sources.claims import Claims
 from tests.cases import combinations
 from tests.project import Project, with_nan
+from tests.refusals import refused
 from tests.unit.cache.samples import (
     captions_of,
     change_caption,
@@ -72,7 +73,6 @@ def rejects(project: Project) -> dict[str, str]:
 
 
 def text_of(project: Project) -> dict[int, list[CaptionFeatures]]:
-    """Return the stored features of every caption of each sample."""
     features: dict[int, list[CaptionFeatures]] = {}
     for entry, shard in readers(project):
         for row in range(entry.count):
@@ -81,13 +81,11 @@ def text_of(project: Project) -> dict[int, list[CaptionFeatures]]:
 
 
 def open_dataset(project: Project, *overrides: str) -> CachedDataset:
-    """Open the cache as training does."""
     loaded = project.load(*overrides)
     return open_cache(loaded.dataset, loaded.train, Launch())
 
 
 def epoch_of(project: Project, *overrides: str, epoch: int = 0) -> list[dict[str, Any]]:
-    """Return the global batches of an epoch."""
     loaded = project.load(*overrides)
     data = open_dataset(project, *overrides)
     order = make_order(data, loaded, Launch())
@@ -97,7 +95,6 @@ def epoch_of(project: Project, *overrides: str, epoch: int = 0) -> list[dict[str
 
 
 def current_state(project: Project, *overrides: str) -> CacheState:
-    """Compare the cache with its current sources."""
     loaded = project.load(*overrides)
     with Claims(project.cache / "claims") as claims:
         inputs = catalogue.Catalogue(project.cache, claims)
@@ -127,7 +124,6 @@ def test_a_trusted_cache_of_another_precision_is_refused(cached_project: Project
 
 
 def add_image(project: Project, name: str) -> None:
-    """Add a folder with one captioned image."""
     folder = project.folder / name
     folder.mkdir()
     Image.new("RGB", (64, 64), "red").save(folder / "a.png")
@@ -136,8 +132,6 @@ def add_image(project: Project, name: str) -> None:
 
 @pytest.fixture
 def no_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail if anything is encoded."""
-
     def never(*_: object) -> None:
         raise AssertionError("nothing should be encoded")
 
@@ -167,8 +161,7 @@ def test_missing_and_truncated_shards_alone_are_encoded(project: Project) -> Non
     for shard in lost:
         (project.cache / "shards" / shard.file).unlink()
     (project.cache / MANIFEST).unlink()
-    with pytest.raises(UserError, match="no cache at"):
-        open_dataset(project)
+    refused("no cache at", open_dataset, project)
     (report,) = project.build_cache()
     count = sum(shard.count for shard in lost)
     assert (report.encoded, report.reused) == (count, NUM_IMAGES - count)
@@ -280,8 +273,7 @@ def test_verify_repairs_shards_their_tables_and_the_empty_caption(project: Proje
     project.build_cache(verify=True)
     assert contents(project) == before
     damage(project.cache / "shards" / Manifest.load(project.cache).empty.file)
-    with pytest.raises(UserError, match="damaged"):
-        open_dataset(project).empty_text()
+    refused("damaged", open_dataset(project).empty_text)
     project.build_cache()
     assert contents(project) == before, "reading it has marked it"
 
@@ -319,15 +311,13 @@ def around_build(patch: pytest.MonkeyPatch, before: Any = lambda: None, after: A
 
 def test_a_source_that_disappears_stops_the_run(fresh_project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     around_build(monkeypatch, before=lambda: fresh_project.images.rename(fresh_project.folder / "moved"))
-    with pytest.raises(UserError, match="disappeared while it was being cached"):
-        fresh_project.build_cache("caching_num_workers=0")
+    refused("disappeared while it was being cached", fresh_project.build_cache, "caching_num_workers=0")
     assert not (fresh_project.cache / MANIFEST).exists()
 
 
 def test_a_shard_that_disappears_is_an_error(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     around_build(monkeypatch, after=(project.cache / "shards" / shard_files(project)[3]).unlink)
-    with pytest.raises(UserError, match="disappeared, perhaps because another run pruned it"):
-        project.build_cache()
+    refused("disappeared, perhaps because another run pruned it", project.build_cache)
 
 
 def test_an_image_that_changed_meanwhile_is_retried(fresh_project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,11 +351,9 @@ def test_a_cache_of_an_earlier_format_is_encoded_again(
         old = shard_files(fresh_project)
     path, remedy = fresh_project.cache / MANIFEST, "`sd3-light cache CONFIG` encodes it again"
     line = f"{path} has format 2, this version reads 5; {remedy}"
-    with pytest.raises(UserError, match=re.escape(line)):
-        open_dataset(fresh_project)
+    refused(re.escape(line), open_dataset, fresh_project)
     loaded = fresh_project.load()
-    with pytest.raises(UserError, match=re.escape(line)):
-        is_trusted(loaded.dataset, loaded.train)
+    refused(re.escape(line), is_trusted, loaded.dataset, loaded.train)
     capsys.readouterr()
     (report,) = fresh_project.build_cache()
     assert (report.encoded, report.reused) == (NUM_IMAGES, 0)
@@ -400,8 +388,7 @@ def test_a_damaged_shard_is_found_in_a_trusted_cache_and_the_suggested_command_r
     path = project.cache / "shards" / shard_files(project)[0]
     damage(path)
     project.build_cache(trust=True)
-    with pytest.raises(UserError, match=rf"shard {path} is damaged.*run `sd3-light cache CONFIG`"):
-        epoch_of(project)
+    refused(rf"shard {path} is damaged.*run `sd3-light cache CONFIG`", epoch_of, project)
     project.build_cache()
     assert contents(project) == before
     epoch_of(project)
@@ -420,8 +407,7 @@ def test_a_read_only_cache_can_be_used_for_training(project: Project, monkeypatc
     monkeypatch.setattr("sd3_light.check.disk._cannot_create", lambda path: "cannot be written to")
     faults = [fault.key for fault in disk_faults(project.load())]
     assert faults == ["output_dir"], "a finished cache need not be writable"
-    with pytest.raises(UserError, match=r"cannot write to .*Read-only file system; .*--trust-cache"):
-        project.build_cache()
+    refused(r"cannot write to .*Read-only file system; .*--trust-cache", project.build_cache)
     assert project.build_cache(trust=True) == []
     epoch_of(project)
 
@@ -468,23 +454,18 @@ def test_a_dataset_with_only_rejects_is_an_error(fresh_project: Project) -> None
         path.unlink()
     (only,) = fresh_project.images.glob("*.png")
     only.write_bytes(only.read_bytes()[:-40])
-    with pytest.raises(UserError, match=r"every sample was rejected; see the reasons in (.*rejects\.jsonl)"):
-        fresh_project.build_cache()
+    refused(r"every sample was rejected; see the reasons in (.*rejects\.jsonl)", fresh_project.build_cache)
     assert rejects(fresh_project)[only.name] in ("truncated", "broken_image")
 
 
 def test_an_empty_dataset_is_an_error(fresh_project: Project) -> None:
     for path in fresh_project.images.iterdir():
         path.unlink()
-    with pytest.raises(UserError, match=r"no usable sample found"):
-        fresh_project.build_cache()
+    refused(r"no usable sample found", fresh_project.build_cache)
     add_image(fresh_project, "images/new")
     (fresh_project.images / "new" / "a.txt").unlink()
     (fresh_project.images / "labels.csv").write_text("id,words\n1,a cat\n")
-    with pytest.raises(
-        UserError, match=r"\(1 no_caption\); the first has no \.txt .*; labels\.csv is not read: none of"
-    ):
-        fresh_project.build_cache()
+    refused(r"\(1 no_caption\); the first has no \.txt .*; labels\.csv is not read: none of", fresh_project.build_cache)
 
 
 DIRECTORY = 'resolutions = [64]\n[[directory]]\npath = "images"\n'
@@ -616,8 +597,7 @@ def test_samples_outside_where_are_reported(fresh_project: Project, capsys: pyte
     assert (report.counts["pictures"], report.counts["excluded"]) == (NUM_IMAGES - 1, 1)
     assert "1 sample is listed in `exclude` and left out" in capsys.readouterr().err
     fresh_project.data(f"where = 'width > 9999'\n{text}")
-    with pytest.raises(UserError, match=f"no usable sample found .{NUM_IMAGES} do not match where.$"):
-        fresh_project.build_cache()
+    refused(f"no usable sample found .{NUM_IMAGES} do not match where.$", fresh_project.build_cache)
 
 
 def test_dropped_similar_images_are_shown_in_pairs(fresh_project: Project, capsys: pytest.CaptureFixture[str]) -> None:

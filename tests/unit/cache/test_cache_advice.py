@@ -41,7 +41,6 @@ def odd_project(fresh_project: Project) -> Project:
 
 
 def build(project: Project, capfd: pytest.CaptureFixture[str], *overrides: str) -> str:
-    """Return the messages of a build, without line breaks."""
     cache.run(project.load(*overrides))
     return " ".join(capfd.readouterr().err.split())
 

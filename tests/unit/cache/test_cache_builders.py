@@ -22,13 +22,13 @@ from sd3_light.files import file_sha256
 from sd3_light.sources.claims import Claims
 from tests.cases import combinations
 from tests.project import Project, quick_caching
+from tests.refusals import refused
 from tests.waiting import HANG_SECONDS, is_running, wait_until
 
 WORKERS = "caching_num_workers=2"
 
 
 def shards(project: Project) -> dict[str, str]:
-    """Return the hash of every shard in the folder."""
     return {path.name: file_sha256(path) for path in (project.cache / "shards").glob("*.safetensors")}
 
 
@@ -146,8 +146,7 @@ def test_the_main_process_reports_what_it_waits_for(project: Project) -> None:
     loaded = project.load("sd3_manifest_timeout_sec=0.3")
     with Claims(project.cache / "claims") as other:
         other.take(lost.file)
-        with pytest.raises(UserError, match=r"timed out waiting for 1 shards of other processes, such as images-0"):
-            stage.run(loaded)
+        refused(r"timed out waiting for 1 shards of other processes, such as images-0", stage.run, loaded)
 
 
 def test_an_older_manifest_is_not_accepted_for_a_larger_plan(project: Project) -> None:
@@ -157,8 +156,7 @@ def test_an_older_manifest_is_not_accepted_for_a_larger_plan(project: Project) -
     (project.folder / "more" / "a.txt").write_text("an image")
     project.data(project.data_toml.read_text() + '\n[[directory]]\npath = "more"\n')
     loaded = project.load("sd3_manifest_timeout_sec=0.3")
-    with pytest.raises(UserError, match="timed out waiting for the main process"):
-        stage.run(loaded, Launch(rank=1, local_rank=1, world_size=2))
+    refused("timed out waiting for the main process", stage.run, loaded, Launch(rank=1, local_rank=1, world_size=2))
     stage.run(loaded, Launch(rank=0, local_rank=0, world_size=2))
     assert {shard.directory for shard in Manifest.load(project.cache).shards} == {"images#0", "more#0"}
 

@@ -36,7 +36,6 @@ def leaking(fresh_project: Project) -> Project:
 
 
 def warnings(project: Project) -> list[str]:
-    """Return the warnings of `check`."""
     loaded = project.load(*EVAL)
     estimate = check.run(loaded)
     lines = conclude(loaded.train, estimate, Target(on_cpu=True))

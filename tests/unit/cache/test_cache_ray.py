@@ -18,6 +18,7 @@ from sd3_light.engines import Launch
 from tests import fake_ray
 from tests.fake_ray import FakeRay
 from tests.project import Project
+from tests.refusals import refused
 from tests.unit.cache.samples import contents, reject_lines
 
 WORKERS = "caching_num_workers=0"
@@ -54,8 +55,7 @@ def test_without_spare_cpus_decoding_shares_those_of_the_encoders(fresh_project:
 
 def test_a_cluster_with_gpus_encodes_on_them(fresh_project: Project, ray: FakeRay) -> None:
     ray.resources["GPU"] = 2.0
-    with pytest.raises(UserError, match=r"torch sees no GPU.*\(on the node \S+\)"):
-        build(fresh_project)
+    refused(r"torch sees no GPU.*\(on the node \S+\)", build, fresh_project)
     assert [options["num_gpus"] for options in ray.actor_options] == [1]
 
 
@@ -178,8 +178,7 @@ def test_only_encoders_never_ready_count_as_failed_starts(ray: FakeRay, monkeypa
     for actor in lost:
         pool.restart(actor)
     pool.ready(12)  # all twelve answers are errors
-    with pytest.raises(UserError, match=r"the encoders cannot start on the Ray cluster: .*removed.*; install the same"):
-        pool.ready(12)
+    refused(r"the encoders cannot start on the Ray cluster: .*removed.*; install the same", pool.ready, 12)
 
 
 def test_failed_starts_before_a_success_are_forgotten(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,8 +210,7 @@ def test_a_full_object_store_is_not_a_poison_shard(fresh_project: Project, ray: 
             raise fake_ray.OutOfDiskError("the local object store is full")
 
     ray.before = fill
-    with pytest.raises(UserError, match="cannot decode images: the object store of Ray and the disk of a node"):
-        build(fresh_project)
+    refused("cannot decode images: the object store of Ray and the disk of a node", build, fresh_project)
 
 
 @pytest.mark.parametrize(("task", "number"), [("probe images", 0), ("decode images", 0), ("decode images", 1)])
@@ -230,8 +228,7 @@ def test_a_node_without_the_sources_is_named(
 
     ray.before = unmount
     expected = r"/images does not exist on the node \S+; every node needs it at the same path$"
-    with pytest.raises(UserError, match=expected):
-        build(fresh_project)
+    refused(expected, build, fresh_project)
     assert calls[task] > number
     assert not list(fresh_project.cache.glob("shards/*"))
 
@@ -259,8 +256,7 @@ def test_an_error_of_every_shard_is_no_poison_and_names_the_node(
     fresh_project: Project, ray: FakeRay, monkeypatch: pytest.MonkeyPatch, name: str, broken: Any, message: str
 ) -> None:
     monkeypatch.setattr(f"sd3_light.{name}", broken)
-    with pytest.raises(UserError, match=rf"{message}\(on the node \S+\)$"):
-        build(fresh_project)
+    refused(rf"{message}\(on the node \S+\)$", build, fresh_project)
     assert not (fresh_project.cache / "rejects.jsonl").exists()
 
 
@@ -271,8 +267,7 @@ def test_unshared_folder(fresh_project: Project, ray: FakeRay, tmp_path: Path, m
     (tmp_path / "another disk" / "shards").mkdir(parents=True)
     monkeypatch.setattr(ray_encoder, "open_shard_folder", lambda _, *rest: real(tmp_path / "another disk", *rest))
     monkeypatch.setattr(ray_builder, "VISIBLE_SECONDS", 0.0)
-    with pytest.raises(UserError, match=r"which this node does not see; cache_dir must be a folder that all nodes"):
-        build(fresh_project)
+    refused(r"which this node does not see; cache_dir must be a folder that all nodes", build, fresh_project)
 
 
 def test_an_unreachable_cluster_is_named(fresh_project: Project, ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,8 +275,7 @@ def test_an_unreachable_cluster_is_named(fresh_project: Project, ray: FakeRay, m
         raise ConnectionError("Could not find any running Ray instance.")
 
     monkeypatch.setattr(ray, "init", refuse)
-    with pytest.raises(UserError, match=r"--ray: cannot connect .*Could not find any running Ray instance.*HOST:PORT"):
-        build(fresh_project)
+    refused(r"--ray: cannot connect .*Could not find any running Ray instance.*HOST:PORT", build, fresh_project)
 
 
 def test_workers_import_nothing_local(fresh_project: Project, ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,8 +299,7 @@ def test_ray_is_refused_under_a_launcher(fresh_project: Project, ray: FakeRay) -
 def test_without_ray_the_error_names_the_command(fresh_project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_ray.forget_users()
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(UserError, match=r"--ray needs Ray, which is not installed; run `pip install 'sd3-light\[ray"):
-        build(fresh_project)
+    refused(r"--ray needs Ray, which is not installed; run `pip install 'sd3-light\[ray", build, fresh_project)
 
 
 def test_a_cluster_without_a_free_device(fresh_project: Project, ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,7 +151,6 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def project(fresh_project: Project, log: Path) -> Project:
-    """A project with a complete cache."""
     fresh_project.build_cache()
     log.unlink()
     return fresh_project
@@ -187,7 +186,6 @@ def rename(project: Project, old: str, new: str) -> None:
 
 
 def shards(project: Project) -> dict[str, bytes]:
-    """Return the files of the shards of the manifest."""
     manifest = Manifest.load(project.cache)
     stems = {Path(entry.file).stem for entry in (*manifest.shards, manifest.empty)}
     files = [path for path in sorted((project.cache / SHARDS).iterdir()) if path.name.partition(".")[0] in stems]

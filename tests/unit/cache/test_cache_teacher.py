@@ -20,7 +20,6 @@ from transformers import (
 )
 
 from sd3_light.cache.reuse import ValueCounts
-from sd3_light.config.faults import UserError
 from sd3_light.core.columns import TEACHER
 from sd3_light.encoding.image_encoders import ImageEncoders
 from sd3_light.encoding.teacher import VisionTeacher, projection, quantised, scaled_pixels, spatially_normalised
@@ -28,6 +27,7 @@ from sd3_light.evaluate.feature_model import save_feature_model
 from sd3_light.model.vision import feature_width, vision_settings
 from tests.judge_folders import SIDE, write_clip, write_vision
 from tests.project import Project
+from tests.refusals import refused
 from tests.unit.cache.samples import readers
 
 
@@ -55,7 +55,6 @@ def counts(project: Project, **flags: bool) -> ValueCounts:
 
 
 def retrain(folder: Path) -> None:
-    """Write another teacher in place of one."""
     config = Dinov2Config.from_pretrained(folder)
     torch.manual_seed(5)
     Dinov2Model(config).save_pretrained(folder)
@@ -188,5 +187,4 @@ def test_rows_of_the_grid_are_rows_of_the_image(tmp_path: Path) -> None:
 def test_a_folder_without_a_vision_model_is_refused(tmp_path: Path) -> None:
     folder = write_vision(tmp_path)
     (folder / "config.json").write_text('{"model_type": "dinov2"}')
-    with pytest.raises(UserError, match="states no hidden_size"):
-        feature_width(folder)
+    refused("states no hidden_size", feature_width, folder)

@@ -17,6 +17,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.config.load_dataset import load_directories
 from sd3_light.sources.records import Record
 from sd3_light.sources.scan import scan
+from tests.refusals import refused
 from tests.unit.pages.parsed_page import ParsedPage, assert_self_contained
 
 WORDS = ["<pad>", "<bos>", "<eos>", "<unk>", "<image>", "USER", "ASSISTANT", *(f"word{n}" for n in range(40))]
@@ -67,7 +68,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """A dataset of six images, some with captions, one that is not an image."""
     (tmp_path / "images" / "more").mkdir(parents=True)
     for number in range(6):
         name = f"more/{number}.png" if number > 3 else f"{number}.png"
@@ -128,7 +128,6 @@ def test_tokens_are_drawn_with_the_probabilities_of_the_model() -> None:
 
 @pytest.fixture
 def described(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes of the batches that a model describes."""
     sizes: list[int] = []
     original: Callable[..., list[list[str]]] = Captioner.describe
 
@@ -190,24 +189,19 @@ def test_other_settings_need_a_restart(model: Path, data: Path) -> None:
 def test_a_table_of_the_user_is_not_overwritten(model: Path, data: Path) -> None:
     table = data.parent / "images" / caption.TABLE
     table.write_text('{"0.png": "mine"}')
-    with pytest.raises(UserError, match="exists and is not by this command"):
-        caption.run(data, str(model), SHORT)
+    refused("exists and is not by this command", caption.run, data, str(model), SHORT)
     assert table.read_text() == '{"0.png": "mine"}'
 
 
 def test_pickles_and_other_folders_are_refused(model: Path, data: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"has no config\.json"):
-        caption.run(data, str(tmp_path), SHORT)
+    refused(r"has no config\.json", caption.run, data, str(tmp_path), SHORT)
     (tmp_path / "config.json").write_text('{"model_type": "llava"}')
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(UserError, match=r"no \.safetensors file; other formats are not read"):
-        caption.run(data, str(tmp_path), SHORT)
+    refused(r"no \.safetensors file; other formats are not read", caption.run, data, str(tmp_path), SHORT)
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(UserError, match=r"model\.safetensors cannot be read"):
-        caption.run(data, str(tmp_path), SHORT)
+    refused(r"model\.safetensors cannot be read", caption.run, data, str(tmp_path), SHORT)
     save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match="not a usable image-text-to-text model"):
-        caption.run(data, str(tmp_path), SHORT)
+    refused("not a usable image-text-to-text model", caption.run, data, str(tmp_path), SHORT)
     assert not (data.parent / "images" / caption.DONE).exists()
 
 
@@ -215,15 +209,12 @@ def test_tars_columns_and_dtypes_are_refused_before_a_model_is_loaded(data: Path
     with pytest.raises(UserError, match="--dtype int8: use auto, float32, bfloat16 or float16"):
         caption.run(data.with_name("none.toml"), "no model", CaptionOptions(dtype="int8"))
     data.write_text('resolutions = [64]\ncaption_column = ["a", "b"]\n[[directory]]\npath = "images"\n')
-    with pytest.raises(UserError, match="caption_column names several columns"):
-        caption.run(data, "no model", SHORT)
+    refused("caption_column names several columns", caption.run, data, "no model", SHORT)
     (data.parent / "a.tar").touch()
     data.write_text('resolutions = [64]\n[[directory]]\npath = "a.tar"\n')
-    with pytest.raises(UserError, match="captions are written for folders of images"):
-        caption.run(data, "no model", SHORT)
+    refused("captions are written for folders of images", caption.run, data, "no model", SHORT)
     data.write_text('resolutions = [64]\n[[directory]]\npath = "s3://bucket/photos"\n')
-    with pytest.raises(UserError, match="captions are written for folders on disk"):
-        caption.run(data, "no model", SHORT)
+    refused("captions are written for folders on disk", caption.run, data, "no model", SHORT)
 
 
 @pytest.fixture(scope="module")

@@ -18,10 +18,10 @@ from sd3_light.cache.control import ControlOptions
 from sd3_light.cache.edges import draw_edges
 from sd3_light.cache.images_beside import REJECTS
 from sd3_light.cli import app
-from sd3_light.config.faults import UserError
 from sd3_light.config.load_dataset import load_directories
 from sd3_light.sources.records import Record
 from sd3_light.sources.scan import scan
+from tests.refusals import refused
 
 EDGES = ControlOptions("edges")
 
@@ -103,8 +103,7 @@ def test_a_folder_below_the_images_is_not_read_as_images(images: Path) -> None:
         (result,) = control.run(images, EDGES, out=images / "edges")
     assert (result.written.written, result.written.kept) == (0, 3)
     assert sorted(drawn(images / "edges")) == ["0.png", "1.png", "more/2.png"]
-    with pytest.raises(UserError, match="is the folder of the images; name another one"):
-        control.run(images, EDGES, out=images)
+    refused("is the folder of the images; name another one", control.run, images, EDGES, out=images)
 
 
 def test_large_images_are_scaled_down(images: Path) -> None:
@@ -209,5 +208,4 @@ def test_the_command_says_what_to_write_in_the_dataset(images: Path, tmp_path: P
     ],
 )
 def test_what_cannot_be_drawn_is_one_line(images: Path, options: ControlOptions, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        control.run(images, options)
+    refused(message, control.run, images, options)

@@ -19,10 +19,10 @@ from sd3_light.cache import mask
 from sd3_light.cache.images_beside import REJECTS
 from sd3_light.cache.mask import MaskOptions
 from sd3_light.cli import app
-from sd3_light.config.faults import UserError
 from sd3_light.config.load_dataset import load_directories
 from sd3_light.sources.records import FileBytes, Record
 from sd3_light.sources.scan import scan
+from tests.refusals import refused
 
 NAMES = ["0", "1", "2", "3", "more/4", "more/5"]
 SHAPE = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -76,7 +76,6 @@ def save_classes(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """A dataset of six images with captions, and one that is not an image; masks have a folder."""
     images = tmp_path / "images"
     (images / "more").mkdir(parents=True)
     for number, name in enumerate(NAMES):
@@ -230,17 +229,14 @@ def test_what_cannot_be_used_is_named(text_model: Path, save_classes: Any, data:
         (other, MaskOptions(), "a oneformer; use a CLIPSeg, or a model with classes"),
         (DEMO / "text_encoder", TEXT, "not a usable segmentation model: a clip_text_model; use a CLIPSeg"),
     ):
-        with pytest.raises(UserError, match=message.replace("(", r"\(")):
-            mask.run(data, str(model), options)
+        refused(message.replace("(", r"\("), mask.run, data, str(model), options)
     text = data.read_text()
     (tmp_path / "others").mkdir()
     Image.new("RGB", (20, 18)).save(tmp_path / "others" / "0.png")
     data.write_text(text + '[[directory]]\npath = "others"\n')
-    with pytest.raises(UserError, match=r"--out: .* has 2 folders of images"):
-        mask.run(data, str(text_model), TEXT, tmp_path / "out")
+    refused(r"--out: .* has 2 folders of images", mask.run, data, str(text_model), TEXT, tmp_path / "out")
     data.write_text(text.replace('mask_path = "masks"', 'mask_path = "s3://bucket/masks"'))
-    with pytest.raises(UserError, match="masks are written to a folder on disk"):
-        mask.run(data, str(text_model), TEXT)
+    refused("masks are written to a folder on disk", mask.run, data, str(text_model), TEXT)
 
 
 def test_the_command_names_empty_and_full_masks(text_model: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

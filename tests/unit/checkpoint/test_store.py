@@ -27,10 +27,10 @@ from sd3_light.checkpoint.store import (
     temporary_folder,
     write_part,
 )
-from sd3_light.config.faults import UserError
 from sd3_light.engines.protocol import TensorPiece
 from tests.checkpoints import read_checkpoint, write_checkpoint
 from tests.faults import faulty_disk
+from tests.refusals import refused
 
 Writer = Callable[..., Path]
 VALUES = torch.arange(16.0)
@@ -105,8 +105,7 @@ def test_a_replica_is_written_by_one_rank(tmp_path: Path) -> None:
 )
 def test_gaps_and_overlaps(tmp_path: Path, write_ranks: Writer, cuts: list[tuple[int, int]], problem: str) -> None:
     parts = [[TensorPiece("param/w", VALUES[start:stop], start, (3, 5))] for start, stop in cuts]
-    with pytest.raises(UserError, match=f"do not cover param/w exactly once: {problem}"):
-        write_ranks(tmp_path, 1, parts)
+    refused(f"do not cover param/w exactly once: {problem}", write_ranks, tmp_path, 1, parts)
     assert newest_checkpoint(tmp_path) is None
 
 
@@ -120,20 +119,17 @@ def test_empty_tensors_are_stored_and_empty_pieces_ignored(tmp_path: Path, write
 def test_ranks_that_disagree_are_reported(tmp_path: Path, write_ranks: Writer) -> None:
     first = TensorPiece("param/w", VALUES[:8], 0, (4, 4))
     for other in (replace(first, shape=(16,)), replace(first, values=VALUES[8:].half())):
-        with pytest.raises(UserError, match=r"the ranks disagree on param/w: F32 \[4, 4\] and F"):
-            write_ranks(tmp_path, 1, [[first], [other]])
+        refused(r"the ranks disagree on param/w: F32 \[4, 4\] and F", write_ranks, tmp_path, 1, [[first], [other]])
 
 
 def test_a_missing_or_truncated_part_is_reported(tmp_path: Path) -> None:
     temporary = temporary_folder(tmp_path, 1)
     reset_folder(temporary)
     write_part(temporary, 0, [TensorPiece("param/w", VALUES, 0, (16,))])
-    with pytest.raises(UserError, match=r"the part of rank 1 is not in .* all machines share"):
-        commit(tmp_path, 1, range(2), {})
+    refused(r"the part of rank 1 is not in .* all machines share", commit, tmp_path, 1, range(2), {})
     with open(temporary / "rank-00000.safetensors", "ab") as file:
         file.truncate(80)
-    with pytest.raises(UserError, match=r"rank-00000\.safetensors has 80 of"):
-        commit(tmp_path, 1, [0], {})
+    refused(r"rank-00000\.safetensors has 80 of", commit, tmp_path, 1, [0], {})
     assert newest_checkpoint(tmp_path) is None
 
 
@@ -143,8 +139,7 @@ def test_failed_writes_keep_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyP
     earlier = save(tmp_path, 1, 1)
     with monkeypatch.context() as broken:
         broken.setattr(os, function, Mock(side_effect=OSError(28, "No space left on device")))
-        with pytest.raises(UserError, match=r"No space left.*earlier checkpoints are intact"):
-            save(tmp_path, step, 2)
+        refused(r"No space left.*earlier checkpoints are intact", save, tmp_path, step, 2)
     assert names(tmp_path) == [earlier.name]
     assert value_of(earlier) == 1
 
@@ -172,8 +167,7 @@ def test_a_replaced_checkpoint_is_restored_if_the_rename_fails(tmp_path: Path, m
 
     with monkeypatch.context() as broken:
         broken.setattr(os, "replace", fail_for_new)
-        with pytest.raises(UserError, match="Input/output error"):
-            save(tmp_path, 1, 2)
+        refused("Input/output error", save, tmp_path, 1, 2)
     assert names(tmp_path) == [earlier.name]
     assert value_of(earlier) == 1
     shutil.copytree(earlier, tmp_path / ".step-00000001.old")

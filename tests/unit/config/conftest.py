@@ -13,8 +13,6 @@ DATASET = 'resolutions = [256]\n[[directory]]\npath = "images"\n'
 
 
 class Files:
-    """The train and dataset TOML of one test."""
-
     def __init__(self, folder: Path):
         self.folder = folder
         self.train_path = folder / "train.toml"
@@ -46,8 +44,6 @@ def files(tmp_path: Path) -> Files:
 
 @pytest.fixture
 def only_fault(files: Files) -> Callable[..., Fault]:
-    """Return the single fault of a broken pair of files."""
-
     def single(*args: str, **kwargs: str) -> Fault:
         faults = files.faults(*args, **kwargs)
         assert len(faults) == 1, [str(fault) for fault in faults]

@@ -64,7 +64,6 @@ def toy_content(
 def toy_shard(
     folder: Path, name: str, content: ShardContent, bucket: str = "32x16", directory: str = LABEL
 ) -> ShardEntry:
-    """Write one shard to ``folder`` and return its entry."""
     shards = folder / SHARDS
     shards.mkdir(parents=True, exist_ok=True)
     resolution = (0, 0) if bucket == "empty" else (32, 16)
@@ -100,8 +99,6 @@ def fake_cache(
 
 @pytest.fixture
 def make_cache(tmp_path: Path) -> Callable[..., CachedDataset]:
-    """Return a function that writes `fake_cache` to the test's folder and opens it."""
-
     def make(**keys: object) -> CachedDataset:
         fake_cache(tmp_path / "cache", **keys)  # type: ignore[arg-type]
         return CachedDataset(LocalStore(tmp_path / "cache"))

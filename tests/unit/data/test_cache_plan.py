@@ -225,7 +225,6 @@ def scenes(tmp_path: Path) -> Path:
 
 
 def sample_id_bytes(number: int) -> bytes:
-    """Return 48 bytes that differ for every number."""
     return b"".join(sample_id(f"{number} {block}").to_bytes(8, "little") for block in range(6))
 
 

@@ -146,7 +146,6 @@ def remote_batches(folder: Path, limit: int = 10**9) -> MicroBatches:
 
 
 def window_files(batches: MicroBatches, number: int) -> set[str]:
-    """Return the shards of a window of the first epoch."""
     shards = batches.data.buckets[0].shards
     first = number * WINDOW * SIZE // SIZE
     picks = [batches.order.picks(step) for step in range(first, first + WINDOW)]

@@ -13,13 +13,13 @@ import pyarrow as pa
 import pytest
 import torch
 
-from sd3_light.config.faults import UserError
 from sd3_light.data import manifest as manifest_module
 from sd3_light.data.manifest import CACHE_FORMAT, MANIFEST, Manifest, ShardEntry
 from sd3_light.data.shard_table import ShardTable, column, group_shards
 from sd3_light.data.sides import HeldOut
 from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import CachedDataset, MicroBatches
+from tests.refusals import refused
 
 MakeCache = Callable[..., CachedDataset]
 BUCKETS = ("256x256", "288x224", "64x512")
@@ -47,11 +47,8 @@ def tables(folder: Path) -> list[Path]:
 
 
 def damaged(folder: Path) -> str:
-    with pytest.raises(
-        UserError, match=r"manifest\.json is damaged .*; `sd3-light cache CONFIG` writes it again"
-    ) as caught:
-        Manifest.load(folder)
-    return str(caught.value)
+    caught = refused(r"manifest\.json is damaged .*; `sd3-light cache CONFIG` writes it again", Manifest.load, folder)
+    return caught
 
 
 def test_a_small_manifest_is_one_json_file(tmp_path: Path) -> None:

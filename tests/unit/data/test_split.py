@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sd3_light.config.faults import UserError
 from sd3_light.data.split import MOST, RECORD, Decisions, ImageSplit, expected_split, largest_split, split_images
 from sd3_light.randomness import sample_id
 from sd3_light.sources.catalogue import InputRow
 from sd3_light.sources.earlier_images import are_similar
 from sd3_light.sources.preprocess import THUMBNAIL_SIDE
+from tests.refusals import refused
 
 
 def row(name: str, colour: int | None = None, digest: str = "") -> InputRow:
@@ -22,7 +22,6 @@ def row(name: str, colour: int | None = None, digest: str = "") -> InputRow:
 
 
 def divide(rows: list[InputRow], record: Path, fixed: frozenset[str] = frozenset()) -> dict[str, str]:
-    """Return the side of each image by name."""
     split = split_images(lambda: ((each, each.key not in fixed) for each in rows), record)
     assert split.images == len(rows)
     names = {sample_id(each.key): each.key.removeprefix("set#0/") for each in rows}
@@ -204,5 +203,4 @@ def test_the_sentence() -> None:
 def test_a_damaged_record_is_named(tmp_path: Path) -> None:
     divide([row(str(number)) for number in range(20)], tmp_path / RECORD)
     (tmp_path / RECORD).write_bytes((tmp_path / RECORD).read_bytes()[:100])
-    with pytest.raises(UserError, match=r"sides\.arrow is damaged .* restore it, or delete it"):
-        Decisions.load(tmp_path / RECORD)
+    refused(r"sides\.arrow is damaged .* restore it, or delete it", Decisions.load, tmp_path / RECORD)

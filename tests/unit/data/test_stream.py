@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from sd3_light.config.faults import UserError
 from sd3_light.data import verify as verify_module
 from sd3_light.data.order import Order, Picks
 from sd3_light.data.stream import CachedDataset, MicroBatches, weighted_caption
 from sd3_light.randomness import stream
+from tests.refusals import refused
 
 MakeCache = Callable[..., CachedDataset]
 SEED = 5
@@ -29,7 +29,6 @@ def order_of(data: CachedDataset, batch: int = 4, repeats: Mapping[str, float] =
 
 
 def steps_of(data: CachedDataset, order: Order, epoch: int = 0) -> list[dict[str, Any]]:
-    """Read the global batches of one epoch."""
     batches = MicroBatches(data, order, rank=0, world_size=1, micro_batches=1)
     first = epoch * order.steps_per_epoch
     return [batches[step] for step in range(first, first + order.steps_per_epoch)]
@@ -44,8 +43,7 @@ def test_columns_of_captions_are_chosen_by_their_weights() -> None:
     draws = Counter(weighted_caption(SEED, 0, 0, sample, 6, (6.0, 1.0, 3.0)) for sample in range(20_000))
     shares = [draws[number] / 20_000 for number in range(6)]
     assert shares == pytest.approx([0.3, 0.3, 0.05, 0.05, 0.15, 0.15], abs=0.012)
-    with pytest.raises(UserError, match="has 2 weights, and a sample in the cache has 3 captions"):
-        weighted_caption(SEED, 0, 0, 1, 3, (1.0, 2.0))
+    refused("has 2 weights, and a sample in the cache has 3 captions", weighted_caption, SEED, 0, 0, 1, 3, (1.0, 2.0))
 
 
 def test_weights_apply_to_the_directory_they_belong_to(make_cache: MakeCache) -> None:
@@ -113,8 +111,7 @@ def test_repeats_are_set_per_directory(make_cache: MakeCache) -> None:
 
 def test_a_directory_missing_in_the_config_is_an_error(make_cache: MakeCache) -> None:
     data = make_cache(sizes=(4, 4), directories=("a#0", "b#0"))
-    with pytest.raises(UserError, match=r"samples of 'b#0'.*run without --trust-cache"):
-        order_of(data, repeats={"a#0": 1.0})
+    refused(r"samples of 'b#0'.*run without --trust-cache", order_of, data, repeats={"a#0": 1.0})
 
 
 def test_small_buckets_are_dropped_on_request(make_cache: MakeCache) -> None:
@@ -122,8 +119,7 @@ def test_small_buckets_are_dropped_on_request(make_cache: MakeCache) -> None:
     order = data.order(SEED, ONCE, lambda resolution: 4, 16, "drop")
     assert [data.buckets[number].bucket for number in order.dropped] == ["32x16"]
     assert set(ids_of(steps_of(data, order))) == set(range(4, 13))
-    with pytest.raises(UserError, match="every bucket is smaller"):
-        data.order(SEED, ONCE, lambda resolution: 10, 16, "drop")
+    refused("every bucket is smaller", data.order, SEED, ONCE, lambda resolution: 10, 16, "drop")
 
 
 def test_padding_is_zero_in_reused_memory(make_cache: MakeCache) -> None:
@@ -271,8 +267,7 @@ def test_a_deleted_or_replaced_open_shard_is_read_on(make_cache: MakeCache, chan
     change_all(data, change)
     assert same_batches(steps_of(data, order), before)
     data._open.clear()
-    with pytest.raises(UserError, match=r"is missing|is damaged"):
-        steps_of(data, order)
+    refused(r"is missing|is damaged", steps_of, data, order)
 
 
 def test_a_shard_that_is_written_to_stops_the_run(make_cache: MakeCache) -> None:
@@ -280,8 +275,7 @@ def test_a_shard_that_is_written_to_stops_the_run(make_cache: MakeCache) -> None
     order = order_of(data)
     steps_of(data, order)
     change_all(data, lambda path: path.write_bytes(other_bytes(path)))
-    with pytest.raises(UserError, match="is damaged: its bytes differ"):
-        steps_of(data, order)
+    refused("is damaged: its bytes differ", steps_of, data, order)
 
 
 def test_a_shard_replaced_by_itself_is_verified_again(make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch) -> None:

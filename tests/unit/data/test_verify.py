@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from sd3_light.config.faults import UserError
 from sd3_light.data import verify as verify_module
 from sd3_light.data.manifest import SHARDS, Manifest
 from sd3_light.data.shard_table import ShardEntry
 from sd3_light.data.stream import CachedDataset
 from sd3_light.data.verify import ShardFile, Verifier
+from tests.refusals import refused
 from tests.waiting import HANG_SECONDS
 
 FORK = multiprocessing.get_context("fork")
@@ -24,7 +24,6 @@ FORK = multiprocessing.get_context("fork")
 
 @pytest.fixture
 def folder(tmp_path: Path, make_cache: Callable[..., CachedDataset], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of three shards, with a private temp folder."""
     make_cache(sizes=(3, 3, 3))
     (tmp_path / "temp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temp"))
@@ -122,7 +121,6 @@ def test_a_marker_folder_that_is_a_link_is_not_used(folder: Path, log: Callable[
 
 
 def is_verified(own: Verifier, entry: ShardEntry) -> bool:
-    """Whether the shard was verified in this launch."""
     return entry.file in own._verified or own._marked(entry) is not None
 
 
@@ -145,11 +143,9 @@ def test_a_damaged_shard_is_reported_and_marked(folder: Path) -> None:
     path.write_bytes(data)
     own = Verifier(folder)
     for _ in range(2):
-        with pytest.raises(UserError) as fault:
-            own.require(shard_files(folder))
-        assert str(path) in str(fault.value)
-        assert "run `sd3-light cache CONFIG`" in str(fault.value)
-        assert "\n" not in str(fault.value)
+        fault = refused("", own.require, shard_files(folder))
+        assert str(path) in fault
+        assert "run `sd3-light cache CONFIG`" in fault
     assert [mark.name for mark in path.parent.glob("*.damaged")] == [f"{path.name}.damaged"]
     assert not is_verified(own, entry)
 
@@ -162,6 +158,5 @@ def test_a_truncated_shard_in_a_read_only_folder_is_damaged(folder: Path, monkey
         raise PermissionError
 
     monkeypatch.setattr(Path, "touch", refuse)
-    with pytest.raises(UserError, match="is damaged"):
-        Verifier(folder).require(shard_files(folder))
+    refused("is damaged", Verifier(folder).require, shard_files(folder))
     assert not list(path.parent.glob("*.damaged"))

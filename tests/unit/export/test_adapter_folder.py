@@ -208,7 +208,6 @@ def test_a_lokr_of_a_model_with_more_heads_than_blocks_is_proven_as_comfyui_numb
 
 
 def test_a_file_of_another_effect_is_not_published(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The proof detects a wrong scale."""
     spec = spec_of(base, alpha=8.0)
     weights = trained(base, spec.adapter)
     real = export_adapter.write_adapter_file

@@ -35,7 +35,6 @@ LAYERS = (
 
 
 def run(*arguments: object) -> str:
-    """Run a command and return its output; errors are raised."""
     result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output

@@ -256,7 +256,6 @@ def test_a_large_denoiser_is_split_into_files(tmp_path: Path, demo_parts: Path, 
 
 
 def flip_a_bit(folder: Path) -> None:
-    """Flip the last bit of one number."""
     saved = load_file(folder / FILE)
     saved[WEIGHT].view(torch.int16)[3, 5] ^= 1
     save_file(saved, folder / FILE, {"format": "pt"})

@@ -25,6 +25,7 @@ from sd3_light.optim.power_function import gamma_from_sigma_rel
 from tests.checkpoints import write_checkpoint
 from tests.hostile import run_cli
 from tests.project import Project
+from tests.refusals import refused
 
 TRACKS = [{"name": "short", "power_width": 0.05}, {"name": "long", "power_width": 0.1}]
 STEPS, SNAPSHOTS = 160, 8
@@ -109,7 +110,6 @@ def test_every_kind_of_weights_can_be_exported(trained: Trained, tmp_path: Path,
 
 
 def running_average(trained: Trained, length: float, time: int) -> Tensor:
-    """The average that a running average of that length would have been."""
     exponent = gamma_from_sigma_rel(length) + 1
     shares = [(step / time) ** exponent - ((step - 1) / time) ** exponent for step in range(1, time + 1)]
     return sum((share * trained.at(step).double() for step, share in enumerate(shares, start=1)), torch.zeros(()))
@@ -161,10 +161,8 @@ def test_a_half_written_snapshot_is_left_out(fresh_project: Project, tmp_path: P
 
 
 def test_unknown_averages_and_options_that_exclude_each_other_are_refused(trained: Trained, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="has no 'best'; it has raw, ema, long, short"):
-        export.run(trained.run, tmp_path / "out", weights="best")
-    with pytest.raises(UserError, match="exclude each other"):
-        export.run(trained.run, tmp_path / "out", weights="ema", ema_length=0.1)
+    refused("has no 'best'; it has raw, ema, long, short", export.run, trained.run, tmp_path / "out", weights="best")
+    refused("exclude each other", export.run, trained.run, tmp_path / "out", weights="ema", ema_length=0.1)
     with pytest.raises(UserError, match=r"--push-to-hub no/such/name: not a valid repository name"):
         export.run(trained.run, tmp_path / "out", push_to_hub=Target("no/such/name"))
     assert not (tmp_path / "out").exists()
@@ -210,7 +208,6 @@ def test_options_of_an_upload_need_one(tmp_path: Path, options: list[str]) -> No
 
 
 def with_config(trained: Trained, run: Path, old: str, new: str) -> Path:
-    """Copy the run with another config."""
     shutil.copytree(trained.run / "checkpoints", run / "checkpoints")
     text = (trained.run / "config.toml").read_text()
     assert old in text
@@ -233,8 +230,7 @@ def test_non_finite_weights_are_named(fresh_project: Project, tmp_path: Path) ->
     trained = Trained(fresh_project)
     trained.weights[MOVED][0, 0] = float("nan")
     trained.checkpoint(1)
-    with pytest.raises(UserError, match=f"{MOVED} contains NaN or infinity"):
-        export.run(trained.run, tmp_path / "out", weights="raw")
+    refused(f"{MOVED} contains NaN or infinity", export.run, trained.run, tmp_path / "out", weights="raw")
 
 
 @pytest.mark.usefixtures("unproven")

@@ -37,7 +37,6 @@ FILE = "diffusion_pytorch_model.safetensors"
 
 @pytest.fixture(params=["float32", "bfloat16", "mixed"])
 def base(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A denoiser's folder in one dtype, or with some weights in another."""
     folder = tmp_path / "transformer"
     denoiser = new_transformer(TINY, 0)
     denoiser.proj_out.weight.data.normal_(0, 0.05)

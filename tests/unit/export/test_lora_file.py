@@ -23,6 +23,7 @@ from sd3_light.export.lora_keys import read_key
 from sd3_light.model.adapter_layers import add_adapter
 from sd3_light.model.lora_layers import LoraModule, from_peft, load_lora, lora_modules
 from sd3_light.tensor_file import METADATA_KEY
+from tests.refusals import refused
 from tests.unit.export.denoisers import adapter_state, add_trained_adapter, live_denoiser, output
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -58,12 +59,10 @@ def live(request: pytest.FixtureRequest) -> SD3Transformer2DModel:
 
 @pytest.fixture(scope="module")
 def modules() -> dict[str, LoraModule]:
-    """The LoRA of one such model."""
     return lora_modules(trained())
 
 
 def same(first: Mapping[str, LoraModule], second: Mapping[str, LoraModule]) -> bool:
-    """Return whether two LoRAs are equal bit for bit."""
     return first.keys() == second.keys() and all(
         torch.equal(first[name].down, second[name].down)
         and torch.equal(first[name].up, second[name].up)
@@ -252,8 +251,7 @@ def test_padding_that_does_not_fit_is_named(tmp_path: Path) -> None:
     path = tmp_path / "lora.safetensors"
     with pytest.raises(UserError, match=r"transformer_blocks\.2\.attn\.to_out\.0 is not in a model of 2 blocks"):
         write_lora(path, lora, padding=Padding(2, 5))
-    with pytest.raises(UserError, match="num_blocks 2 is less than the model's 3"):
-        write_lora(path, lora, padding=Padding(3, 2))
+    refused("num_blocks 2 is less than the model's 3", write_lora, path, lora, padding=Padding(3, 2))
     write_lora(path, lora)
     with pytest.raises(
         UserError, match=r"transformer_blocks\.1\.attn\.to_out\.0 updates a block that pads 2 blocks to 3"
@@ -370,8 +368,7 @@ def test_a_folder_written_by_peft(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "alpha_pattern": {"attn.to_q": 2}}))
     assert read_lora(tmp_path / "adapter_model.safetensors").modules[Q].scale == 1.0
     (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "alpha_pattern": {r".*to_q": 2}}))
-    with pytest.raises(UserError, match=r"alpha_pattern has the expression \.\*to_q"):
-        read_lora(tmp_path)
+    refused(r"alpha_pattern has the expression \.\*to_q", read_lora, tmp_path)
 
 
 VALID = {f"transformer.{OUT}.{end}": noise(2, 2) for end in PAIR}
@@ -409,16 +406,14 @@ INVALID: dict[str, tuple[dict[str, Tensor], str]] = {
 @pytest.mark.parametrize(("tensors", "message"), INVALID.values(), ids=INVALID)
 def test_unsupported_content_is_named(tensors: dict[str, Tensor], message: str, tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "lora.safetensors")
-    with pytest.raises(UserError, match=rf"lora\.safetensors: .*{message}"):
-        read_lora(tmp_path / "lora.safetensors")
+    refused(rf"lora\.safetensors: .*{message}", read_lora, tmp_path / "lora.safetensors")
 
 
 @pytest.mark.parametrize("key", [METADATA_KEY, "lora_adapter_metadata"])
 @pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ("[]", "is not a JSON object")])
 def test_metadata_that_is_not_json_is_named(key: str, text: str, message: str, tmp_path: Path) -> None:
     save_file(VALID, tmp_path / "lora.safetensors", {key: text})
-    with pytest.raises(UserError, match=rf"{key} {message}"):
-        read_lora(tmp_path / "lora.safetensors")
+    refused(rf"{key} {message}", read_lora, tmp_path / "lora.safetensors")
 
 
 def test_only_safetensors_are_read(tmp_path: Path) -> None:
@@ -428,8 +423,7 @@ def test_only_safetensors_are_read(tmp_path: Path) -> None:
         ("none", "cannot be read"),
         ("", "contains no"),
     ):
-        with pytest.raises(UserError, match=message):
-            read_lora(tmp_path / name)
+        refused(message, read_lora, tmp_path / name)
 
 
 PLAIN = LoraModule(noise(2, 128), noise(128, 2))
@@ -450,16 +444,14 @@ UNWRITABLE: dict[str, tuple[dict[str, LoraModule], str]] = {
 
 @pytest.mark.parametrize(("lora", "message"), UNWRITABLE.values(), ids=UNWRITABLE)
 def test_unwritable_loras_are_named(lora: dict[str, LoraModule], message: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=message):
-        write_lora(tmp_path / "lora.safetensors", lora, layout="kohya", save_dtype=torch.float16)
+    refused(message, write_lora, tmp_path / "lora.safetensors", lora, layout="kohya", save_dtype=torch.float16)
     assert not list(tmp_path.iterdir())
 
 
 def test_nothing_is_overwritten_or_left_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "lora.safetensors"
     path.write_text("precious")
-    with pytest.raises(UserError, match=r"lora\.safetensors already exists"):
-        write_lora(path, {Q: PLAIN})
+    refused(r"lora\.safetensors already exists", write_lora, path, {Q: PLAIN})
     assert path.read_text() == "precious"
 
     def disk_full(file: Path, *_: object) -> None:
@@ -467,8 +459,7 @@ def test_nothing_is_overwritten_or_left_half_written(tmp_path: Path, monkeypatch
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("sd3_light.export.lora_file.write_tensor_file", disk_full)
-    with pytest.raises(UserError, match=r"cannot write .*other\.safetensors: No space"):
-        write_lora(tmp_path / "other.safetensors", {Q: PLAIN})
+    refused(r"cannot write .*other\.safetensors: No space", write_lora, tmp_path / "other.safetensors", {Q: PLAIN})
     assert [file.name for file in tmp_path.iterdir()] == ["lora.safetensors"]
 
 

@@ -16,6 +16,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.export.lora_merge import denoiser_state, extract_lora, merge_loras, merged_on_demand
 from sd3_light.families.sd3.random_weights import new_transformer
 from sd3_light.model.lora_layers import LoraModule, lora_modules
+from tests.refusals import refused
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -90,8 +91,7 @@ def test_a_folder_is_merged(base: State, tmp_path: Path) -> None:
         assert merged.keys() == expected.keys()
         assert all(torch.equal(merged[name], tensor) for name, tensor in expected.items())
     assert "pos_embed.pos_embed" in denoiser_state(DEMO), "buffers included, from several files"
-    with pytest.raises(UserError, match=r"config\.json cannot be read"):
-        denoiser_state(tmp_path / "nowhere")
+    refused(r"config\.json cannot be read", denoiser_state, tmp_path / "nowhere")
 
 
 def test_a_lora_of_another_model_is_named(base: State) -> None:

@@ -25,6 +25,7 @@ from sd3_light.families.sd3.single_parts import expected_shapes
 from sd3_light.families.sd3.start import config_of_shapes
 from sd3_light.tensor_file import zeros
 from tests.cases import combinations
+from tests.refusals import refused
 from tests.unit.export.denoisers import output
 
 TINY = replace(SIZES["tiny2"], pos_embed_max_size=8)
@@ -77,7 +78,6 @@ def stock(folder: Path) -> SD3Transformer2DModel:
 
 
 def split(data: bytes) -> tuple[dict[str, Any], bytes]:
-    """Return the header of a safetensors file and its values."""
     length = int.from_bytes(data[:8], "little")
     return json.loads(data[8 : 8 + length]), data[8 + length :]
 
@@ -119,8 +119,7 @@ def test_a_folder_of_several_files_and_types_round_trips_unless_one_is_twice(tmp
     assert all(after[name].dtype == tensor.dtype and after[name].equal(tensor) for name, tensor in before.items())
     name, tensor = next(iter(load_file(files[1]).items()))
     save_file({**first, name: tensor}, files[0], {"format": "pt"})
-    with pytest.raises(UserError, match="and another file of"):
-        write_single_file(folder, tmp_path / "other.safetensors")
+    refused("and another file of", write_single_file, folder, tmp_path / "other.safetensors")
 
 
 def test_parts_that_the_file_lacks_come_from_the_base(tmp_path: Path, folder_of: FolderOf, demo_parts: Path) -> None:
@@ -291,8 +290,7 @@ def test_trained_padding_is_not_discarded(tmp_path: Path, folder_of: FolderOf) -
         tensors[f"{PREFIX}joint_blocks.2.x_block.mlp.fc1.bias"][5] = 1e-3
 
     rewrite(file, train)
-    with pytest.raises(UserError, match=r"calls block 2 padding, but its weights are not zero"):
-        transformer_from_single_file(file)
+    refused(r"calls block 2 padding, but its weights are not zero", transformer_from_single_file, file)
     config, state = transformer_from_single_file(file, keep_pads=True)
     assert (config["num_layers"], config["dual_attention_layers"]) == (4, [0])
     assert state["transformer_blocks.2.ff.net.0.proj.bias"][5] != 0
@@ -401,10 +399,8 @@ def test_wrong_keys_are_named(tmp_path: Path, folder_of: FolderOf, fault: str, f
     file = write_single_file(folder_of("square"), tmp_path / "m.safetensors", vae=False).path
     damage, message = DAMAGES[fault]
     rewrite(file, damage, foreign)
-    with pytest.raises(UserError, match=message):
-        transformer_from_single_file(file)
-    with pytest.raises(UserError, match=message):
-        read_single_file(file, None, tmp_path / "out")
+    refused(message, transformer_from_single_file, file)
+    refused(message, read_single_file, file, None, tmp_path / "out")
     assert os.listdir(tmp_path) == ["m.safetensors"]
 
 
@@ -419,8 +415,7 @@ def test_wrong_keys_are_named(tmp_path: Path, folder_of: FolderOf, fault: str, f
 def test_frozen_parts_must_be_complete(tmp_path: Path, folder_of: FolderOf, name: str, message: str) -> None:
     file = write_single_file(folder_of("square"), tmp_path / "m.safetensors", text_encoders=True).path
     rewrite(file, lambda tensors: tensors.pop(name))
-    with pytest.raises(UserError, match=message):
-        read_single_file(file, None, tmp_path / "out")
+    refused(message, read_single_file, file, None, tmp_path / "out")
 
 
 CONTRADICTION = '{"config": {"num_layers": 2}, "true_blocks": 2, "blocks_in_file": 1}'
@@ -436,24 +431,20 @@ def test_a_truncated_file_and_bad_metadata_are_refused(tmp_path: Path, folder_of
         file.write_bytes(file.read_bytes()[:damage])
         message = r"m\.safetensors is not a complete safetensors file \(it.*download or write it again"
     for read in (lambda: transformer_from_single_file(file), lambda: read_single_file(file, None, tmp_path / "out")):
-        with pytest.raises(UserError, match=message):
-            read()
+        refused(message, read)
     assert os.listdir(tmp_path) == ["m.safetensors"]
 
 
 def test_other_files_are_refused_and_nothing_is_overwritten(tmp_path: Path, folder_of: FolderOf) -> None:
     with pytest.raises(UserError, match=r"is not an SD3 single file: it lacks x_embedder\.proj\.weight, "):
         transformer_from_single_file(folder_of("square") / WEIGHTS)
-    with pytest.raises(UserError, match=r"cannot read .*: No such file"):
-        transformer_from_single_file(tmp_path / "none.safetensors")
+    refused(r"cannot read .*: No such file", transformer_from_single_file, tmp_path / "none.safetensors")
     file = write_single_file(folder_of("square"), tmp_path / "m.safetensors").path
     before = file.read_bytes()
-    with pytest.raises(UserError, match=r"m\.safetensors already exists"):
-        write_single_file(folder_of("wide"), file)
+    refused(r"m\.safetensors already exists", write_single_file, folder_of("wide"), file)
     assert file.read_bytes() == before
     (tmp_path / "out").mkdir()
-    with pytest.raises(UserError, match="out already exists"):
-        read_single_file(file, None, tmp_path / "out")
+    refused("out already exists", read_single_file, file, None, tmp_path / "out")
     assert not any((tmp_path / "out").iterdir())
 
 
@@ -485,15 +476,11 @@ def test_an_incomplete_folder_is_refused(tmp_path: Path, demo_parts: Path) -> No
     ):
         write_single_file(folder, tmp_path / "m.safetensors")
     save_file({**weights, "transformer_blocks.1.attn.to_k.bias": bias.float()}, folder / WEIGHTS, {"format": "pt"})
-    with pytest.raises(UserError, match=r"to_k\.bias, .*to_v\.bias have types F16 and F32"):
-        write_single_file(folder, tmp_path / "m.safetensors")
-    with pytest.raises(UserError, match=r"ends in \.safetensors"):
-        write_single_file(folder, tmp_path / "m.ckpt")
+    refused(r"to_k\.bias, .*to_v\.bias have types F16 and F32", write_single_file, folder, tmp_path / "m.safetensors")
+    refused(r"ends in \.safetensors", write_single_file, folder, tmp_path / "m.ckpt")
     (folder / WEIGHTS).unlink()
-    with pytest.raises(UserError, match=r"lacks diffusion_pytorch_model\.safetensors"):
-        write_single_file(folder, tmp_path / "m.safetensors")
-    with pytest.raises(UserError, match=r"is not a diffusers folder"):
-        read_single_file(tmp_path / "m.safetensors", tmp_path, tmp_path / "out")
+    refused(r"lacks diffusion_pytorch_model\.safetensors", write_single_file, folder, tmp_path / "m.safetensors")
+    refused(r"is not a diffusers folder", read_single_file, tmp_path / "m.safetensors", tmp_path, tmp_path / "out")
 
 
 def notes_of(tmp_path: Path, demo_parts: Path, size: ModelSize, **keys: bool) -> tuple[str, ...]:
@@ -531,8 +518,7 @@ def test_other_head_widths_are_noted_or_refused(tmp_path: Path, demo_parts: Path
         "heads of 32: ComfyUI and other readers support heads of 64"
     )
     folder = write_stock(tmp_path / "plain", demo_parts, replace(narrow, qk_norm=False))
-    with pytest.raises(UserError, match=r"heads of 32 without qk-norm: .* silently"):
-        write_single_file(folder, tmp_path / "plain.safetensors")
+    refused(r"heads of 32 without qk-norm: .* silently", write_single_file, folder, tmp_path / "plain.safetensors")
     assert not (tmp_path / "plain.safetensors").exists()
 
 

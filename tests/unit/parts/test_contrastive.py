@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedTokenizerBase
 
-from sd3_light.config.faults import UserError
 from sd3_light.evaluate.feature_model import load_feature_model, save_feature_model
 from sd3_light.parts.contrastive import CaptionedImages, TextOptions, TextTask, Towers, augment, captioned_images
 from sd3_light.parts.images import Pool
 from sd3_light.parts.sizes import TextSize
 from sd3_light.parts.text_encoders import encode
 from sd3_light.parts.tokenizers import learn_tokenizers
+from tests.refusals import refused
 
 CPU = torch.device("cpu")
 SIZE = TextSize(32, 32, 64, 2, (8, 16, 32, 64), (1, 1, 1, 1))
@@ -63,8 +63,7 @@ def test_the_judge_agrees(task: TextTask, tokenizers: Tokenizers, tmp_path: Path
     assert judge.image_features(np.zeros((2, 40, 48, 3), np.uint8)).shape == (2, 32)
     assert type(AutoModel.from_pretrained(tmp_path)).__name__ == "VisionTextDualEncoderModel"
     (tmp_path / "preprocessor_config.json").write_text("{}")
-    with pytest.raises(UserError, match="no size, image_mean and image_std"):
-        load_feature_model(tmp_path, CPU)
+    refused("no size, image_mean and image_std", load_feature_model, tmp_path, CPU)
 
 
 class Directions(nn.Module):
@@ -263,7 +262,6 @@ def test_encoders_are_copies_for_use(task: TextTask) -> None:
 
 
 def pool_of(ids: Sequence[int], held_out: int, height: int, width: int, captions: Sequence[Sequence[str]]) -> Pool:
-    """Images whose grey is their id."""
     pixels = torch.tensor(ids, dtype=torch.uint8)[:, None, None, None].expand(len(ids), height, width, 3)
     return Pool(pixels, tuple(ids), tuple(map(tuple, captions)), held_out, "")
 

@@ -29,11 +29,11 @@ from sd3_light.parts.sizes import TextSize, VaeSize
 from sd3_light.parts.vae import VaeOptions
 from sd3_light.parts.verb import PartsOptions
 from sd3_light.world import write_dataset
+from tests.refusals import refused
 
 
 @pytest.fixture(scope="module", autouse=True)
 def small() -> Iterator[None]:
-    """Replace the smallest sizes by smaller ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(verb.VAE_SIZES, "tiny", VaeSize((8, 8, 8, 8), 1, 4))
         patch.setitem(verb.TEXT_SIZES, "tiny", TextSize(32, 32, 64, 2, (8, 8, 16, 16), (1, 1, 1, 1)))
@@ -134,7 +134,6 @@ def test_a_judge_shares_no_captions(built: Path, data: Path, tmp_path: Path, mon
 
 
 def all_captions(data: Path) -> list[tuple[str, ...]]:
-    """Return the captions of each image."""
     with TemporaryDirectory() as folder:
         return [texts for pool in load_pools(load_images(data), Path(folder), 1000, 0) for texts in pool.captions]
 
@@ -215,8 +214,7 @@ def test_other_images_are_refused(data: Path, tmp_path: Path) -> None:
         verb.run(data, out, options(only="vae", stop_after=1e-9))
     changed = Path(shutil.copytree(data.parent, tmp_path / "changed")) / "data.toml"
     (changed.parent / "images" / "000001.png").unlink()
-    with pytest.raises(UserError, match="was started with images"):
-        verb.run(changed, out, options(only="vae"))
+    refused("was started with images", verb.run, changed, out, options(only="vae"))
 
 
 @pytest.mark.parametrize("only", ["vae", "text"])
@@ -230,8 +228,7 @@ def test_too_few_images_to_hold_one_out_are_refused(tmp_path: Path, only: str) -
 
 def test_a_folder_with_other_files_and_a_train_toml_are_refused(data: Path, tmp_path: Path) -> None:
     (tmp_path / "train.toml").write_text('output_dir = "run"\ndataset = "data.toml"\n')
-    with pytest.raises(UserError, match="already exists"):
-        verb.run(data, tmp_path, options())
+    refused("already exists", verb.run, data, tmp_path, options())
     with pytest.raises(ConfigFaults, match="not a dataset TOML"):
         verb.run(tmp_path / "train.toml", tmp_path / "out", options())
     assert not (tmp_path / "out").exists()
@@ -248,8 +245,7 @@ def test_a_folder_with_other_files_and_a_train_toml_are_refused(data: Path, tmp_
     ],
 )
 def test_contradicting_options(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        verb.check_options(options(**wrong))
+    refused(message, verb.check_options, options(**wrong))
 
 
 SIZES = ("--vae-size", "tiny", "--text-size", "tiny", "--vae-batch", "4", "--text-batch", "8", "--workers", "0")

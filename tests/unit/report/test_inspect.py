@@ -31,6 +31,7 @@ from sd3_light.report.inspect.sample_cards import SampleCard, open_vae
 from sd3_light.sources.buckets import Bucket, resize_for
 from sd3_light.sources.preprocess import REASONS, decode, fit, fit_mask
 from sd3_light.world import write_dataset
+from tests.refusals import refused
 from tests.shards import sd3_content
 from tests.unit.pages.parsed_page import ParsedPage, assert_self_contained
 
@@ -319,21 +320,16 @@ def test_half_a_surrogate_pair_does_not_stop_the_page(tmp_path: Path, copy_cache
 
 def test_user_errors_come_before_the_work(tmp_path: Path, built: SmallCache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sd3_light.report.inspect.cache_page.collect_content", lambda *_: pytest.fail("too early"))
-    with pytest.raises(UserError, match=r"train.toml is a config; pass the folder of its cache"):
-        inspect.run(Path("train.toml"))
-    with pytest.raises(UserError, match="no cache at"):
-        write_cache_page(tmp_path / "nowhere", tmp_path / "page.html")
-    with pytest.raises(UserError, match="is a folder; name the file"):
-        write_cache_page(built.folder, tmp_path)
+    refused(r"train.toml is a config; pass the folder of its cache", inspect.run, Path("train.toml"))
+    refused("no cache at", write_cache_page, tmp_path / "nowhere", tmp_path / "page.html")
+    refused("is a folder; name the file", write_cache_page, built.folder, tmp_path)
 
 
 def test_files_that_cannot_be_used_are_user_errors(tmp_path: Path, built: SmallCache) -> None:
-    with pytest.raises(UserError, match=r"--vae: .* has no vae/config.json"):
-        write_cache_page(built.folder, tmp_path / "page.html", vae=tmp_path)
+    refused(r"--vae: .* has no vae/config.json", write_cache_page, built.folder, tmp_path / "page.html", vae=tmp_path)
     (tmp_path / "vae").mkdir()
     (tmp_path / "vae" / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="cannot be loaded"):
-        write_cache_page(built.folder, tmp_path / "page.html", vae=tmp_path)
+    refused("cannot be loaded", write_cache_page, built.folder, tmp_path / "page.html", vae=tmp_path)
     assert not (tmp_path / "page.html").exists()
     with pytest.raises(UserError, match=r"cannot write /proc/page\.html"):  # root cannot write there either
         write_cache_page(built.folder, Path("/proc/page.html"), samples=0)

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from sd3_light.config.faults import UserError
 from sd3_light.report import verb as stage
 from sd3_light.report.curves import NUM_BINS, CurveBuilder
 from sd3_light.report.run_charts import _ramp_color, validation_charts, x_table
 from sd3_light.report.run_log import MOST_EVENTS, MOST_PARSED, EvenSample
+from tests.refusals import refused
 
 Event = dict[str, Any]
 Write = Callable[..., Path]
@@ -236,10 +236,8 @@ def test_every_log_has_a_status(write: Write, tmp_path: Path, events: list[Event
 def test_an_incomplete_last_line_is_ignored_and_an_invalid_one_named(write: Write, tmp_path: Path) -> None:
     assert loss_of(write([step(1, 1.0)], tail='{"event": "st')) == [(1, 1.0)]
     folder = write([step(1, 1.0)], tail="{oops\n")
-    with pytest.raises(UserError, match="line 2 is not JSON"):
-        stage.run(folder)
-    with pytest.raises(UserError, match="no such log"):
-        stage.run(tmp_path / "none")
+    refused("line 2 is not JSON", stage.run, folder)
+    refused("no such log", stage.run, tmp_path / "none")
 
 
 def test_validation_losses_and_measurements_have_intervals(write: Write) -> None:

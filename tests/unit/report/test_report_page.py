@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sd3_light.config.faults import UserError
 from sd3_light.report import grids
 from sd3_light.report.verb import write_run_page
+from tests.refusals import refused
 from tests.unit.pages.parsed_page import ParsedPage, assert_self_contained
 
 HOSTILE = "<img src=http://127.0.0.1:9/x onerror=alert(1)>"
@@ -160,8 +160,7 @@ def test_config_and_prompts_are_shown(written: Written, tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_bytes(b"seed = \xff\n")
     page, _ = written([*run(), grid(tmp_path, 1)])
     assert "seed = \N{REPLACEMENT CHARACTER}" in page.text
-    with pytest.raises(UserError, match=r"--out: .* is a folder"):
-        write_run_page(tmp_path, tmp_path)
+    refused(r"--out: .* is a folder", write_run_page, tmp_path, tmp_path)
 
 
 @pytest.mark.parametrize(("device", "unit"), [("CPU", "process"), ("NVIDIA H200", "GPU")])

@@ -14,9 +14,9 @@ import pytest
 import torch
 from PIL import Image
 
-from sd3_light.config.faults import UserError
 from sd3_light.runlog import RunLog, info, is_main_process, read_log, set_main_process
 from sd3_light.runlog.log import parse_event
+from tests.refusals import refused
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
@@ -84,10 +84,8 @@ def test_the_incomplete_last_line_of_a_killed_run_is_removed(tmp_path: Path, tai
 def test_an_invalid_line_and_a_missing_log_are_user_errors(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     path.write_text('{"event": "a"}\n{oops\n{"event": "b"}\n')
-    with pytest.raises(UserError, match="line 2"):
-        list(read_log(path))
-    with pytest.raises(UserError, match="no such log"):
-        list(read_log(tmp_path / "other.jsonl"))
+    refused("line 2", list, read_log(path))
+    refused("no such log", list, read_log(tmp_path / "other.jsonl"))
 
 
 def test_secrets_are_removed(tmp_path: Path) -> None:
@@ -222,5 +220,4 @@ def test_the_launchers_rank_is_the_default(monkeypatch: pytest.MonkeyPatch) -> N
 )
 def test_a_field_of_another_type_is_named(tmp_path: Path, field: str, message: str) -> None:
     line = f'{{"event": "step", {field}}}\n'.encode()
-    with pytest.raises(UserError, match=rf"log\.jsonl: line 7: {message}; remove that line"):
-        parse_event(tmp_path / "log.jsonl", 7, line)
+    refused(rf"log\.jsonl: line 7: {message}; remove that line", parse_event, tmp_path / "log.jsonl", 7, line)

@@ -14,6 +14,7 @@ from PIL import Image
 from sd3_light.config import MonitoringConfig, UserError
 from sd3_light.runlog import RunLog, open_trackers, set_main_process
 from sd3_light.runlog.trackers import TRACKER_IDS
+from tests.refusals import refused
 from tests.waiting import HANG_SECONDS
 
 SECRET = "0123456789abcdef0123456789abcdef01234567"
@@ -175,8 +176,7 @@ def test_the_api_key_is_passed_by_the_environment_and_written_nowhere(tmp_path: 
 @pytest.mark.parametrize("error", [WandbUsageError("no key"), WandbLoginError("wrong key"), None])
 def test_a_missing_account_is_a_user_error(tmp_path: Path, wandb: FakeWandb, error: Any) -> None:
     wandb.error, wandb.account = error, error is not None
-    with pytest.raises(UserError, match="WANDB_API_KEY"):
-        open_trackers(monitoring_config(enable_wandb=True), tmp_path, CONFIG)
+    refused("WANDB_API_KEY", open_trackers, monitoring_config(enable_wandb=True), tmp_path, CONFIG)
 
 
 def test_training_without_wandb(tmp_path: Path, wandb: FakeWandb, capsys: pytest.CaptureFixture[str]) -> None:
@@ -261,8 +261,7 @@ def test_training_without_trackio(tmp_path: Path, trackio: FakeTrackio, capsys: 
     assert open_trackers(monitoring_config(enable_trackio=True), tmp_path, CONFIG) == []
     assert "trackio is not reachable (no token)" in capsys.readouterr().err
     trackio.error = ValueError("server_url must be a full URL")
-    with pytest.raises(UserError, match="full URL"):
-        open_trackers(monitoring_config(enable_trackio=True), tmp_path, CONFIG)
+    refused("full URL", open_trackers, monitoring_config(enable_trackio=True), tmp_path, CONFIG)
 
 
 @pytest.mark.slow  # starts wandb's service

@@ -43,7 +43,6 @@ def write_image(path: Path, colour: int = 0, size: tuple[int, int] = (64, 64), c
 
 
 def write_images(folder: Path) -> Path:
-    """Write `COUNT` images."""
     for number in range(COUNT):
         write_image(folder / f"{number:02}.png", number)
     return folder
@@ -97,7 +96,6 @@ def plan_for(
     size: int = 8,
     workers: int = 0,
 ) -> CachePlan:
-    """List, probe and plan."""
     if isinstance(directories, Path):
         directories = [directory(directories)]
     with open_catalogue(cache, *directories) as (catalogue, listings):

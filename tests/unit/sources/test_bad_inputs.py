@@ -65,23 +65,19 @@ class Case:
 
 
 def image(data: bytes, outcome: str | Used, name: str = "a.jpg") -> Case:
-    """One image file with a good caption."""
     return Case({name: outcome}, {name: data, f"{Path(name).stem}.txt": "a caption"})
 
 
 def caption(data: bytes | str, outcome: str | tuple[str, ...]) -> Case:
-    """One good image with a caption file."""
     expected = outcome if isinstance(outcome, str) else Used(captions=outcome)
     return Case({"a.png": expected}, {"a.png": png(), "a.txt": data})
 
 
 def table(name: str, text: str | bytes, outcome: dict[str, str | Used], **keys: Any) -> Case:
-    """One good image without a text file, and a caption table."""
     return Case(outcome, {"a.png": png(), name: text}, keys)
 
 
 def masked(mask: bytes, outcome: str | Used, data: bytes = b"") -> Case:
-    """One image with a mask."""
     files = {"a.png": data or save(halves(size=(64, 64)), "PNG"), "a.txt": "a caption", "masks/a.png": mask}
     return Case({"a.png": outcome}, files, {"mask_path": "masks"})
 
@@ -105,7 +101,6 @@ def declaring(size: int, kind: bytes = tarfile.REGTYPE) -> Callable[[Path], obje
 
 
 def sparse(name: str, size: int = 1 << 40) -> Callable[[Path], object]:
-    """A file of 1 TB that takes no space."""
     return lambda root: os.truncate(root / name, size)
 
 

@@ -32,8 +32,6 @@ pytestmark = pytest.mark.usefixtures("small_parts")
 
 
 class RecordingProbe:
-    """`probe_images` that records the names of the images."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.names: list[str] = []
         monkeypatch.setattr(module, "probe_images", self)

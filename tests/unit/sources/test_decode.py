@@ -29,7 +29,6 @@ BUCKET = Bucket(48, 64)
 
 
 def write_sample(folder: Path, image: bytes, mask: bytes | None = None) -> SampleLocation:
-    """Write an image and its mask to disk."""
     (folder / "image").write_bytes(image)
     if mask is not None:
         (folder / "mask").write_bytes(mask)

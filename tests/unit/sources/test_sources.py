@@ -8,12 +8,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from sd3_light.config.faults import UserError
 from sd3_light.randomness import sample_id
 from sd3_light.sources.captions import caption_variants
 from sd3_light.sources.records import Record, Rejected
 from sd3_light.sources.scan import occurrences, scan
 from sd3_light.sources.signature import signature
+from tests.refusals import refused
 from tests.unit.sources.inputs import (
     captions,
     directory,
@@ -96,11 +96,9 @@ def test_a_scan_is_lazy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_missing_paths_are_user_errors_before_the_first_sample(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     for keys in ({"path": gone}, {"path": tmp_path, "mask_path": gone}, {"path": tmp_path, "default_mask_file": gone}):
-        with pytest.raises(UserError, match=str(gone)):
-            scan(directory(**keys), 0)
+        refused(str(gone), scan, directory(**keys), 0)
     write_files(tmp_path, {"x.zip": b""})
-    with pytest.raises(UserError, match=r"is not a folder, \.tar or \.parquet file"):
-        scan(directory(tmp_path / "x.zip"), 0)
+    refused(r"is not a folder, \.tar or \.parquet file", scan, directory(tmp_path / "x.zip"), 0)
 
 
 def test_shuffles_keep_the_prefix_and_the_tags(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ import pytest
 from PIL import Image
 
 from sd3_light.config import load_dataset
-from sd3_light.config.faults import UserError
 from sd3_light.core.caption_lengths import TextLimit
 from sd3_light.sources.catalogue import InputRow, make_sources, write_part
 from sd3_light.ui import dataset_jobs, sample_index
@@ -25,6 +24,7 @@ from sd3_light.ui.dataset_pages import _difference
 from sd3_light.ui.datasets import _with_key
 from sd3_light.ui.folders import folder_id
 from sd3_light.ui.sample_index import Query, SampleIndex
+from tests.refusals import refused
 from tests.unit.pages.parsed_page import ParsedPage
 from tests.unit.ui.client import client_of, site_of
 from tests.waiting import wait_until
@@ -60,8 +60,6 @@ def root(tmp_path: Path) -> Path:
 
 
 class Pages:
-    """A client of the pages of one dataset."""
-
     def __init__(self, root: Path, toml: Path | None = None) -> None:
         self.site = site_of(root)
         self.id = folder_id(toml or root / "data.toml")
@@ -93,7 +91,6 @@ class Pages:
 
 
 def names(page: ParsedPage) -> list[str]:
-    """Return the samples on a page, in order."""
     keys = [each["data-key"] for each in page.attributes("article") if "data-key" in each]
     return [re.sub(r"^images#0/|\.png$", "", key or "") for key in keys]
 
@@ -424,5 +421,4 @@ def test_captions_that_repeat_themselves_are_compared_soon(old: str, new: str) -
 @pytest.mark.parametrize("name", ["a\x7fb", 'a"b\n', "中"])
 def test_a_list_of_any_name_is_named_in_the_toml(name: str) -> None:
     assert tomllib.loads(_with_key(b"# x\n[[directory]]\n", "exclude", name).decode())["exclude"] == name
-    with pytest.raises(UserError, match="cannot be added to the dataset TOML"):
-        _with_key(b"[[directory]]\n", "exclude", "a\udcff")
+    refused("cannot be added to the dataset TOML", _with_key, b"[[directory]]\n", "exclude", "a\udcff")

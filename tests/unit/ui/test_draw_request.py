@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from sd3_light.config.faults import UserError
 from sd3_light.ui.draw_request import AXES, DrawRequest, parse_numbers, parse_request
+from tests.refusals import refused
 
 MODELS = {"a": ("model a", Path("a")), "b": ("model b", Path("b"))}
 LORAS = {"l": ("style.safetensors", Path("/loras/style: 1.safetensors"))}
@@ -95,5 +95,4 @@ def test_an_axis_replaces_the_value_of_the_form(axis: str, text: str, values: li
     ],
 )
 def test_values_that_are_not_valid_are_refused(values: dict[str, Any], text: str) -> None:
-    with pytest.raises(UserError, match=text):
-        parsed(**values)
+    refused(text, parsed, **values)

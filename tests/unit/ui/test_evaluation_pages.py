@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from sd3_light.config.faults import UserError
 from sd3_light.ui.evaluation_pages import (
     PAGE_SIZE,
     View,
@@ -17,6 +16,7 @@ from sd3_light.ui.evaluation_pages import (
     read_evaluation,
 )
 from sd3_light.ui.folders import Folders, folder_id
+from tests.refusals import refused
 from tests.unit.pages.parsed_page import ParsedPage
 
 CAPTIONS = [f"caption {number}" for number in range(40)]
@@ -81,8 +81,7 @@ def test_images_outside_of_the_folder_are_not_served(tmp_path: Path, row: Any) -
     values = json.loads((folder / "images.json").read_text())
     (folder / "images.json").write_text(json.dumps(values | {"rows": {"true images": "00", "model": row}}))
     folders, key = Folders([tmp_path]), folder_id(folder)
-    with pytest.raises(UserError, match="has no image of caption 0"):
-        evaluated_image(folders, key, "model", 0)
+    refused("has no image of caption 0", evaluated_image, folders, key, "model", 0)
     assert "model&amp;caption" not in evaluation_page(folders, key, View("model"))
 
 
@@ -112,7 +111,5 @@ def test_hostile_captions_are_text_and_a_file_without_a_list_is_a_users_error(tm
     assert "&lt;img src=x" in page
     for text in ("", "[]", "{}", '{"captions": 1, "rows": {}}', "[" * 2000):
         (folder / "images.json").write_text(text)
-        with pytest.raises(UserError, match=r"images\.json"):
-            evaluation_page(Folders([tmp_path]), folder_id(folder), View())
-    with pytest.raises(UserError, match="there is no evaluation x"):
-        evaluation_page(Folders([tmp_path]), "x", View())
+        refused(r"images\.json", evaluation_page, Folders([tmp_path]), folder_id(folder), View())
+    refused("there is no evaluation x", evaluation_page, Folders([tmp_path]), "x", View())

@@ -12,7 +12,6 @@ import pytest
 from sd3_light.assets import DEMO
 from sd3_light.check.verb import load
 from sd3_light.config import ConfigFaults, load_config, resolved_toml
-from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
 from sd3_light.new import verb as new
 from sd3_light.ui.config_form import form_groups
@@ -21,6 +20,7 @@ from sd3_light.ui.project_pages import review_text
 from sd3_light.ui.projects import Planner, Projects
 from sd3_light.ui.run_queue import RunQueue
 from tests.project import Project
+from tests.refusals import refused
 from tests.special_files import SPECIAL
 from tests.unit.ui.client import TestClient, client_of, make_app, site_of
 from tests.waiting import wait_until
@@ -30,7 +30,6 @@ JSON = {"content-type": "application/json"}
 
 @pytest.fixture
 def served(tmp_path: Path, raw_project: Project) -> Path:
-    """A folder with a project, and images."""
     folder = tmp_path / "served"
     shutil.copytree(raw_project.folder, folder, symlinks=True)
     return folder
@@ -113,8 +112,7 @@ def test_a_value_of_the_form_changes_its_line_alone(served: Path) -> None:
     values = {"text": "a = 1\n", "key": ".".join("b" * 5000), "value": "1"}
     reply = opened(served).post(f"{path_of(served / 'train.toml')}/value", json=values)
     assert reply.status_code == 400
-    with pytest.raises(UserError, match="there is no config none"):
-        review_text(Projects(Folders([served])), "none", "")
+    refused("there is no config none", review_text, Projects(Folders([served])), "none", "")
 
 
 def test_saving_keeps_comments_and_refuses_what_changed(served: Path) -> None:
@@ -218,8 +216,7 @@ def test_a_plan_is_shown_before_the_files_of_new_are_written(served: Path, tmp_p
 )
 def test_a_form_that_is_not_valid_is_refused(served: Path, form: dict[str, str], problem: str) -> None:
     values = {"kind": "lora", "data": "images", "out": str(served / "new"), **form}
-    with pytest.raises(UserError, match=problem):
-        Planner(Folders([served]), lambda: None).submit(values)
+    refused(problem, Planner(Folders([served]), lambda: None).submit, values)
 
 
 @pytest.mark.parametrize(

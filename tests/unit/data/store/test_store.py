@@ -36,6 +36,7 @@ from sd3_light.data.store.disk_cache import DiskCache
 from sd3_light.data.store.remote import load_remote_manifest
 from sd3_light.urls import protocol_problem
 from tests.object_store import ObjectStore, object_store, web_server
+from tests.refusals import refused
 
 SIZE = 1000
 COUNT = 8
@@ -58,7 +59,6 @@ def make_cache(folder: Path, count: int = COUNT, size: int = SIZE) -> Manifest:
 
 
 def gets(store: ObjectStore, url: str, file: str) -> int:
-    """Return how often an object was requested."""
     return store.requests.count(("GET", f"{url.removeprefix('s3:/')}/{file}"))
 
 
@@ -114,8 +114,7 @@ def test_a_local_store_reads_its_folder_and_reports_a_missing_shard(cache: Path)
     assert read(store, 3) == content(3)
     entry = store.manifest.shards[2]
     store.path(entry).unlink()
-    with pytest.raises(UserError, match=r"shard-2\.safetensors is missing; run `sd3-light cache CONFIG`"):
-        store.path(entry)
+    refused(r"shard-2\.safetensors is missing; run `sd3-light cache CONFIG`", store.path, entry)
 
 
 def test_s3_reads_shards_once(s3: ObjectStore, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,8 +141,7 @@ def test_other_protocols(cache: Path, tmp_path: Path) -> None:
         for number, url in enumerate([cache.as_uri(), "memory://place/cache", f"{web}/cache"]):
             store = open_store(url, tmp_path / f"kept-{number}", 10**6)
             assert read(store, number) == content(number)
-            with pytest.raises(UserError, match=r"^no cache at"):
-                load_remote_manifest(f"{url}-none")
+            refused(r"^no cache at", load_remote_manifest, f"{url}-none")
 
 
 def test_a_manifests_table_is_fetched_once(s3: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,8 +199,7 @@ def test_a_retry_is_reported_once_in_a_while(monkeypatch: pytest.MonkeyPatch, ca
         raise ConnectionRefusedError("Connection refused")
 
     for _ in range(2):
-        with pytest.raises(UserError, match="cannot read memory://cache"):
-            protocols.with_retries("memory://cache", refuse)
+        refused("cannot read memory://cache", protocols.with_retries, "memory://cache", refuse)
     line = "cannot read memory://cache (Connection refused); retrying in 0 s (2 of 3)"
     assert caplog.messages == [line]
 
@@ -429,14 +426,11 @@ def test_a_damaged_object_is_reported(s3: ObjectStore, cache: Path, tmp_path: Pa
     store = RemoteStore(url, tmp_path / "kept", 10**6)
     entry = store.manifest.shards[0]
     for _ in range(2):  # no part of it was kept
-        with pytest.raises(UserError) as caught:
-            store.path(entry)
-        text = str(caught.value)
+        text = refused("", store.path, entry)
         assert text.startswith(f"{url}/shards/shard-0.safetensors is damaged: expected {SIZE} bytes with sha256 ")
         assert entry.sha256[:16] in text
         assert f"received {came}" in text
         assert kept(tmp_path / "kept") == set()
-    assert "\n" not in text
 
 
 @pytest.mark.usefixtures("quick")
@@ -468,17 +462,14 @@ def test_a_missing_object_is_reported(s3: ObjectStore, cache: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("place", ["s3://stores/none", "s3://no-such-bucket/none"])
 def test_a_missing_cache_is_reported(s3: ObjectStore, tmp_path: Path, place: str) -> None:
-    with pytest.raises(UserError, match=f"^no cache at {place}: .* build it with `sd3-light cache CONFIG`, or copy"):
-        load_remote_manifest(place)
-    with pytest.raises(UserError, match=r"^no cache at"):
-        open_store(place, tmp_path / "kept", 10**6)
+    refused(f"^no cache at {place}: .* build it with `sd3-light cache CONFIG`, or copy", load_remote_manifest, place)
+    refused(r"^no cache at", open_store, place, tmp_path / "kept", 10**6)
 
 
 def test_a_damaged_manifest_is_reported(s3: ObjectStore, cache: Path, tmp_path: Path) -> None:
     text = (cache / "manifest.json").read_text()
     (cache / "manifest.json").write_text(text[:100])
-    with pytest.raises(UserError, match=r"manifest\.json is damaged"):
-        load_remote_manifest(s3.put(cache))
+    refused(r"manifest\.json is damaged", load_remote_manifest, s3.put(cache))
     digest = re.search(r'"sha256": "(\w+)"', text)
     assert digest is not None
     (cache / "manifest.json").write_text(text.replace(digest[1], "../../elsewhere", 1))
@@ -487,10 +478,7 @@ def test_a_damaged_manifest_is_reported(s3: ObjectStore, cache: Path, tmp_path: 
 
 
 def error_of(url: str) -> str:
-    with pytest.raises(UserError) as caught:
-        load_remote_manifest(url)
-    text = str(caught.value)
-    assert "\n" not in text
+    text = refused("", load_remote_manifest, url)
     assert "secret-testing" not in text
     return text
 
@@ -633,8 +621,7 @@ def test_the_default_folder_belongs_to_the_user(cache: Path, tmp_path: Path, mon
     uid = os.getuid()
     (tmp_path / "temp" / private_temp_folder("s3://bucket/z").name.replace(f"-{uid}-", f"-{uid + 1}-")).mkdir()
     monkeypatch.setattr(os, "getuid", lambda: uid + 1)
-    with pytest.raises(UserError, match="belongs to another user; set stream_cache_dir"):
-        private_temp_folder("s3://bucket/z")
+    refused("belongs to another user; set stream_cache_dir", private_temp_folder, "s3://bucket/z")
 
 
 def test_a_damaged_shard_is_fetched_again(tmp_path: Path, make_cache: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -646,8 +633,7 @@ def test_a_damaged_shard_is_fetched_again(tmp_path: Path, make_cache: Any, monke
     kept = store.path(store.manifest.empty)
     kept.write_bytes(kept.read_bytes()[:-1] + b"\x7f")
     monkeypatch.setenv("MASTER_PORT", "1")  # another launch
-    with pytest.raises(UserError, match="is damaged"):
-        CachedDataset(store).empty_text()
+    refused("is damaged", CachedDataset(store).empty_text)
     monkeypatch.setenv("MASTER_PORT", "2")
     assert CachedDataset(store).empty_text().keys() == good.keys(), "fetched again at the next start"
 
