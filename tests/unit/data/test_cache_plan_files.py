@@ -20,16 +20,7 @@ from sd3_light.sources import catalogue as catalogue_module
 from sd3_light.sources.catalogue import Catalogue, InputRow, Listing, make_sources
 from sd3_light.sources.claims import Claims
 from tests.refusals import refused
-from tests.unit.sources.catalogues import (
-    FORK,
-    IDENTITY,
-    directory,
-    plan_for,
-    sample_names,
-    shard_files,
-    start,
-    write_image,
-)
+from tests.unit.sources.catalogues import FORK, IDENTITY, directory, names_in, plan_for, shard_files, start, write_image
 from tests.waiting import HANG_SECONDS
 
 pytestmark = pytest.mark.usefixtures("small_parts")
@@ -43,9 +34,7 @@ def test_an_unchanged_plan_is_reused(images: Path, cache: Path, monkeypatch: pyt
     assert after.shards == before.shards
     assert after.counts == before.counts
     assert after.counts.rejected == {"not_an_image": 1}
-    assert [sample_names(after, shard) for shard in after.shards] == [
-        sample_names(before, shard) for shard in before.shards
-    ]
+    assert [names_in(after, shard) for shard in after.shards] == [names_in(before, shard) for shard in before.shards]
 
 
 @pytest.mark.parametrize("change", ["size", "identity", "setting", "file", "version"])
@@ -148,25 +137,17 @@ def test_a_living_planner_is_waited_for(images: Path, cache: Path, monkeypatch: 
     assert len(waits) == 1
 
 
+def probed_row(label: str, name: str, index: int) -> InputRow:
+    return InputRow(f"{label}/{name}", f'["{name}"]', "", "1-1", ("a, b",), 64, 64, f"{index:032x}")
+
+
 def write_listing(catalogue: Catalogue, config: DirectoryConfig, parts: int, rows: int) -> Listing:
     """Write a catalogue of invented probed rows: ``parts`` parts of ``rows`` rows."""
     (source,) = make_sources([config])
     digests = [f"{number:032x}" for number in range(parts)]
     (catalogue.folder / "parts").mkdir(parents=True)
     for number, digest in enumerate(digests):
-        part = [
-            InputRow(
-                f"{source.label}/{number}-{index}.png",
-                f'["{number}-{index}.png"]',
-                "",
-                "1-1",
-                ("a, b",),
-                64,
-                64,
-                f"{index:032x}",
-            )
-            for index in range(rows)
-        ]
+        part = [probed_row(source.label, f"{number}-{index}.png", index) for index in range(rows)]
         catalogue_module.write_part(catalogue._part(digest), part)
     return Listing(source, tuple(digests), parts * rows)
 

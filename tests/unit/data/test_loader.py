@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -80,9 +81,7 @@ def prepare_plain_into(batch: dict[str, Any], empty: Callable[..., torch.Tensor]
 
 
 def test_tensors_prepared_in_a_slot_arrive(make_cache: MakeCache) -> None:
-    def never(batch: Any) -> None:
-        raise AssertionError("a worker has memory to lay it into")
-
+    never = Mock(side_effect=AssertionError("a worker has memory to lay it into"))
     data = make_cache(captions=2)
     plain, count = all_steps(loader_of(data)), 0
     batches = MicroBatches(data, data.order(0, ONCE, lambda resolution: 4), 0, 1, 1)
@@ -224,8 +223,7 @@ def test_a_user_error_in_a_worker_is_one_line_and_ends_the_workers(workers: int)
     """The traceback still holds the iteration: collected later, torch would wait 5 seconds for each worker."""
     before = set(multiprocessing.active_children())
     loader = PipelineDataLoader(faulty("user"), None, 1, IDENTITY, num_dataloader_workers=workers)
-    fault = refused("", list, loader)
-    assert fault == "shard x is damaged; run y"
+    assert refused("", list, loader) == "shard x is damaged; run y"
     assert set(multiprocessing.active_children()) <= before
 
 

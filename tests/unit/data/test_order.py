@@ -10,21 +10,7 @@ import numpy as np
 import pytest
 
 from sd3_light.data import order as order_module
-from sd3_light.data.order import (
-    _UNIT_BITS,
-    BucketOrder,
-    Indices,
-    Order,
-    Picks,
-    Segment,
-    _hash,
-    _key,
-    build_order,
-    open_shards,
-    permute,
-    rank_picks,
-    rank_slice,
-)
+from sd3_light.data.order import BucketOrder, Order, Picks, Segment, build_order, permute, rank_picks, rank_slice
 from tests.cases import combinations
 
 Row = tuple[int, int, int, int]
@@ -54,7 +40,7 @@ def mixed() -> Order:
     return build_order(5, [([Segment(37), Segment(11, 2.0)], 8), ([Segment(23, 0.5), Segment(5)], 6)])
 
 
-def permuted(size: int, key: int, positions: Indices | None = None) -> Indices:
+def permuted(size: int, key: int, positions: order_module.Indices | None = None) -> order_module.Indices:
     """Return a permutation of ``range(size)`` at all or some positions."""
     positions = np.arange(size) if positions is None else positions
     return permute(positions, np.full(len(positions), size), np.full(len(positions), key, dtype=np.uint64))
@@ -200,10 +186,11 @@ def test_a_world_size_that_does_not_divide_the_batch_is_rejected() -> None:
 
 def test_ten_million_samples_and_512_ranks_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks, micro, hashed = 512, 64, 0
+    real = order_module._hash
 
     def counted(*args: Any) -> Any:
         nonlocal hashed
-        numbers = _hash(*args)
+        numbers = real(*args)
         hashed += numbers.size
         return numbers
 
@@ -262,7 +249,7 @@ def test_next_windows_contain_the_shards_of_the_next_steps(batch: int) -> None:
 
 
 def test_open_shards_follow_the_window() -> None:
-    assert [open_shards(*numbers) for numbers in [(16, 1), (4, 3), (16, 100)]] == [32, 24, 512]
+    assert [order_module.open_shards(*numbers) for numbers in [(16, 1), (4, 3), (16, 100)]] == [32, 24, 512]
 
 
 COUNTS = [(1,), (7,), (1, 1), (1, 500), (3, 5, 7), (100, 1, 1, 40), (2,) * 30, tuple(range(1, 25)), (0, 4, 9)]
@@ -282,13 +269,14 @@ def test_every_batch_has_one_step_and_batches_of_a_bucket_come_in_sequence(count
 
 def test_position_agrees_with_sorting_all_batches() -> None:
     """The few candidates contain the right batch: sorting the whole list by time gives the same result."""
-    order = build_order(9, [([Segment(size)], 3) for size in (300, 31, 2, 90, 600)])
+    bits, order = order_module._UNIT_BITS, build_order(9, [([Segment(size)], 3) for size in (300, 31, 2, 90, 600)])
     for epoch in range(3):
         timed = []
         for bucket, plan in enumerate(order.buckets):
             batches = np.arange(plan.num_batches)
-            words = _hash(_key(9, "batches", epoch), np.full(len(batches), bucket), batches)
-            times = (batches + (words >> np.uint64(64 - _UNIT_BITS)) / 2**_UNIT_BITS) / plan.num_batches
+            key = order_module._key(9, "batches", epoch)
+            words = order_module._hash(key, np.full(len(batches), bucket), batches)
+            times = (batches + (words >> np.uint64(64 - bits)) / 2**bits) / plan.num_batches
             timed += [(time, bucket, batch) for batch, time in enumerate(times.tolist())]
         first = epoch * order.steps_per_epoch
         positions = [order.position(step)[1:] for step in range(first, first + order.steps_per_epoch)]

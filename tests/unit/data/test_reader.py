@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from sd3_light.data.manifest import SHARDS, ShardEntry
 from sd3_light.data.reader import ShardReader
 from tests.refusals import refused
+from tests.shards import header_of
 from tests.unit.data.conftest import toy_content, toy_shard
 
 NUMBERS = (3, 1, 7, 2)
@@ -134,11 +135,6 @@ def test_another_fingerprint_or_size_is_an_error(shard: tuple[Path, ShardEntry])
     path, entry = shard
     refused("its fingerprint differs", ShardReader, path, replace(entry, fingerprint="other"))
     refused("the manifest says", ShardReader, path, replace(entry, bytes=entry.bytes + 1))
-
-
-def header_of(data: bytes) -> tuple[dict[str, Any], bytes]:
-    length = int.from_bytes(data[:8], "little")
-    return json.loads(data[8 : 8 + length]), data[8 + length :]
 
 
 def with_header(header: object, body: bytes) -> bytes:

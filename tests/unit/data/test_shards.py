@@ -5,6 +5,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.feather as feather
@@ -126,9 +127,7 @@ def test_a_killed_write(tmp_path: Path, content: ShardContent, monkeypatch: pyte
 
 
 def test_a_full_disk_is_reported(tmp_path: Path, content: ShardContent, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_room(*_: object) -> None:
-        raise module.SafetensorError("I/O error: No space left on device")
-
+    no_room = Mock(side_effect=module.SafetensorError("I/O error: No space left on device"))
     monkeypatch.setattr("safetensors.torch.save_file", no_room)
     refused(rf"cannot write {tmp_path / 'a.safetensors'}: .*No space left", written, tmp_path, content)
     assert os.listdir(tmp_path) == []
@@ -150,11 +149,7 @@ def test_manifest_round_trips_atomically(tmp_path: Path, manifest: Manifest, mon
     refused(rf"no cache at {tmp_path}; build it with `sd3-light cache CONFIG`", Manifest.load, tmp_path)
     manifest.save(tmp_path)
     assert Manifest.load(tmp_path) == Manifest.from_json((tmp_path / MANIFEST).read_bytes(), "there") == manifest
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
+    monkeypatch.setattr(os, "replace", Mock(side_effect=OSError(28, "No space left on device")))
     refused("cannot write", replace(manifest, shards=()).save, tmp_path)
     assert Manifest.load(tmp_path) == manifest
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -143,19 +144,13 @@ def test_a_few_added_images_are_compared_alone(tmp_path: Path, monkeypatch: pyte
 
     rows = [noisy(number) for number in range(300)]
     sides = divide(rows, tmp_path / RECORD)
-    compared = 0
-
-    def counted(thumbnail: np.ndarray, others: np.ndarray) -> np.ndarray:
-        nonlocal compared
-        compared += len(others)
-        return are_similar(thumbnail, others)
-
-    monkeypatch.setattr("sd3_light.sources.earlier_images.are_similar", counted)
+    compare = Mock(wraps=are_similar)
+    monkeypatch.setattr("sd3_light.sources.earlier_images.are_similar", compare)
     assert sides.items() <= divide([noisy(300), *rows, noisy(301)], tmp_path / RECORD).items()
-    assert compared <= 2 * 300 + 1
-    compared = 0
+    assert sum(len(call.args[1]) for call in compare.call_args_list) <= 2 * 300 + 1
+    compare.reset_mock()
     divide(rows, tmp_path / RECORD)
-    assert compared == 0, "nothing is new"
+    compare.assert_not_called()  # nothing is new
 
 
 def test_an_edited_image_keeps_its_side(tmp_path: Path) -> None:

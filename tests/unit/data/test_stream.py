@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -282,16 +283,10 @@ def test_a_shard_replaced_by_itself_is_verified_again(make_cache: MakeCache, mon
     data = make_cache()
     order = order_of(data)
     before = steps_of(data, order)
-    hashed: list[Path] = []
-    real = verify_module.file_sha256
-
-    def hash_and_count(path: Path) -> str:
-        hashed.append(path)
-        return real(path)
-
-    monkeypatch.setattr(verify_module, "file_sha256", hash_and_count)
+    hashed = Mock(wraps=verify_module.file_sha256)
+    monkeypatch.setattr(verify_module, "file_sha256", hashed)
     change_all(data, lambda path: replace_with(path, path.read_bytes()))
     for _ in range(2):
         data._open.clear()
         assert same_batches(steps_of(data, order), before)
-    assert len(hashed) == len(data.buckets[0].shards), "once"
+    assert hashed.call_count == len(data.buckets[0].shards), "once"

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -154,9 +155,6 @@ def test_a_truncated_shard_in_a_read_only_folder_is_damaged(folder: Path, monkey
     _, path = shard_files(folder)[0]
     os.truncate(path, 100)
 
-    def refuse(*_: object) -> None:
-        raise PermissionError
-
-    monkeypatch.setattr(Path, "touch", refuse)
+    monkeypatch.setattr(Path, "touch", Mock(side_effect=PermissionError))
     refused("is damaged", Verifier(folder).require, shard_files(folder))
     assert not list(path.parent.glob("*.damaged"))

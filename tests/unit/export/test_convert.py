@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 
 from sd3_light.cli import app
 from sd3_light.config import SIZES, AdapterConfig, ModelSize
-from sd3_light.config.faults import UserError
 from sd3_light.export.lora_file import write_lora
 from sd3_light.export.trained_file import write_trained
 from sd3_light.model.lora_layers import LoraModule
+from tests import refusals
 from tests.unit.export.denoisers import adapter_state, add_trained_adapter, live_denoiser
 
 SQUARE = replace(SIZES["tiny2"], pos_embed_max_size=8)
@@ -41,10 +41,7 @@ def run(*arguments: object) -> str:
 
 
 def refused(*arguments: object) -> str:
-    with pytest.raises(UserError) as error:
-        run(*arguments)
-    assert "\n" not in str(error.value)
-    return str(error.value)
+    return refusals.refused("", run, *arguments)
 
 
 def make_model(folder: Path, parts: Path, size: ModelSize, dtype: torch.dtype = torch.float32) -> Path:
@@ -65,12 +62,6 @@ def square(tmp_path_factory: pytest.TempPathFactory, demo_parts: Path) -> Path:
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory, demo_parts: Path) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / "wide", demo_parts, WIDE, torch.bfloat16)
-
-
-@pytest.fixture
-def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The proof takes seconds and has its own tests."""
-    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
 
 
 def make_lora(model: Path, file: Path, seed: int = 1, layers: Sequence[str] = LAYERS) -> Path:

@@ -35,7 +35,7 @@ from sd3_light.families.sd3 import real_pipeline
 from sd3_light.model.folder import FROZEN
 from sd3_light.system import machine
 from tests.project import with_nan
-from tests.unit.export.denoisers import live_denoiser
+from tests.unit.export.denoisers import having, live_denoiser, without
 from tests.warm import REAL_PYTHON
 
 CONFIG = SIZES["tiny2"].transformer_config()
@@ -67,50 +67,23 @@ def exported(tmp_path_factory: pytest.TempPathFactory, demo_parts: Path, trained
     return write_folder(tmp_path_factory.mktemp("exports") / "step-5", trained, spec(demo_parts))
 
 
-@pytest.fixture
-def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip the proof, for tests of everything else."""
-    monkeypatch.setattr(folder_module, "prove", lambda *_: {})
+def prefixed(state: State) -> State:
+    return {f"module.{name}": tensor for name, tensor in state.items()}
 
 
-def remove_weight(state: State) -> State:
-    del state[WEIGHT]
-    return state
-
-
+SQUARE = torch.ones(128, 128)
 FAULTS: dict[str, tuple[Callable[[State], State], str]] = {
-    "missing": (remove_weight, f"missing {WEIGHT}"),
-    "missing buffer": (
-        lambda state: {name: tensor for name, tensor in state.items() if name != "pos_embed.pos_embed"},
-        "missing pos_embed.pos_embed",
-    ),
-    "unexpected": (lambda state: state | {"lora.default.weight": torch.zeros(1)}, "unexpected lora.default.weight"),
-    "prefixed": (
-        lambda state: {f"module.{name}": tensor for name, tensor in state.items()},
-        r"missing pos_embed.* and \d+ more",
-    ),
-    "shape": (
-        lambda state: state | {WEIGHT: torch.zeros(128, 64)},
-        rf"{WEIGHT} has shape \[128, 64\], not \[128, 128\]",
-    ),
-    "meta": (
-        lambda state: state | {WEIGHT: torch.empty(128, 128, device="meta")},
-        rf"{WEIGHT} holds no data \(meta tensor\)",
-    ),
+    "missing": (without(WEIGHT), f"missing {WEIGHT}"),
+    "missing buffer": (without("pos_embed.pos_embed"), "missing pos_embed.pos_embed"),
+    "unexpected": (having("lora.default.weight", torch.zeros(1)), "unexpected lora.default.weight"),
+    "prefixed": (prefixed, r"missing pos_embed.* and \d+ more"),
+    "shape": (having(WEIGHT, SQUARE[:, :64]), rf"{WEIGHT} has shape \[128, 64\], not \[128, 128\]"),
+    "meta": (having(WEIGHT, SQUARE.to("meta")), rf"{WEIGHT} holds no data \(meta tensor\)"),
     "empty": (lambda state: {}, r"missing pos_embed.* and \d+ more"),
-    "type": (
-        lambda state: state | {WEIGHT: state[WEIGHT].bfloat16()},
-        rf"{WEIGHT} has type bfloat16, not float32 \(or float16, the saved type\)",
-    ),
-    "NaN": (lambda state: state | {WEIGHT: state[WEIGHT] * float("nan")}, f"{WEIGHT} contains NaN or infinity"),
-    "infinity": (
-        lambda state: state | {"proj_out.bias": state["proj_out.bias"] / 0},
-        "proj_out.bias contains NaN or infinity",
-    ),
-    "too large": (
-        lambda state: state | {WEIGHT: torch.full((128, 128), 1e6)},
-        f"{WEIGHT} has values beyond float16, choose another save_dtype",
-    ),
+    "type": (having(WEIGHT, SQUARE.bfloat16()), rf"{WEIGHT} has type bfloat16, not float32 \(or float16, the saved "),
+    "NaN": (having(WEIGHT, SQUARE * float("nan")), f"{WEIGHT} contains NaN or infinity"),
+    "infinity": (having(WEIGHT, SQUARE / 0), f"{WEIGHT} contains NaN or infinity"),
+    "too large": (having(WEIGHT, 1e6 * SQUARE), f"{WEIGHT} has values beyond float16, choose another save_dtype"),
 }
 
 

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,6 +27,8 @@ from tests.checkpoints import write_checkpoint
 from tests.hostile import run_cli
 from tests.project import Project
 from tests.refusals import refused
+
+pytestmark = pytest.mark.usefixtures("unproven")
 
 TRACKS = [{"name": "short", "power_width": 0.05}, {"name": "long", "power_width": 0.1}]
 STEPS, SNAPSHOTS = 160, 8
@@ -87,12 +90,6 @@ class Trained:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, raw_project: Project) -> Trained:
     return Trained(raw_project.copy(tmp_path_factory.mktemp("export") / "project")).train()
-
-
-@pytest.fixture(autouse=True)
-def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip the proof: tests of sd3_light/export cover it."""
-    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
 
 
 def exported(folder: Path) -> tuple[Tensor, dict[str, Any]]:
@@ -173,18 +170,12 @@ def test_unknown_averages_and_options_that_exclude_each_other_are_refused(traine
     assert not (tmp_path / "folder").exists()
 
 
-def test_a_run_is_exported_and_pushed(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_exported_and_pushed(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    monkeypatch.setattr(hub, "check_push", lambda target: calls.append(f"check {target.repo}"))
-    monkeypatch.setattr(export, "check_push", hub.check_push)
-
-    def push(plan: hub.Upload) -> str:
-        calls.append(f"{plan.source.name} to {plan.target.repo}")
-        return "address"
-
-    monkeypatch.setattr(hub, "push", push)
+    for module in (hub, export):
+        monkeypatch.setattr(module, "check_push", lambda target: calls.append(f"check {target.repo}"))
+    real = Mock(side_effect=lambda plan: calls.append(f"{plan.source.name} to {plan.target.repo}") or "address")
+    monkeypatch.setattr(hub, "push", real)
     out = tmp_path / "out"
     assert run_cli("export", trained.run, out, "--push-to-hub", "me/model", "--dry-run").code == 0
     assert calls == [], "nothing is uploaded"
@@ -233,7 +224,6 @@ def test_non_finite_weights_are_named(fresh_project: Project, tmp_path: Path) ->
     refused(f"{MOVED} contains NaN or infinity", export.run, trained.run, tmp_path / "out", weights="raw")
 
 
-@pytest.mark.usefixtures("unproven")
 def test_a_name_that_ends_in_safetensors_gives_a_single_file(trained: Trained, tmp_path: Path) -> None:
     file, folder = tmp_path / "m.safetensors", tmp_path / "folder"
     export.run(trained.run, folder, weights="raw")

@@ -122,10 +122,7 @@ PAIR = {f"{LAYER}.lokr_w1": torch.ones(2, 2), f"{LAYER}.lokr_w2": torch.ones(2, 
         ),
         ({**PAIR, f"{LAYER}.lokr_w1": torch.full((2, 2), float("nan"))}, "lokr_w1 contains NaN or infinity"),
         ({"lycoris_nothing.lokr_w1": torch.ones(2, 2)}, "lycoris_nothing is not a layer of an SD3 denoiser"),
-        (
-            {"lycoris_joint_blocks_0_x_block_attn_qkv.lokr_w1": torch.ones(2, 2)},
-            "is a layer of a single file, not of diffusers",
-        ),
+        ({"lycoris_joint_blocks_0_x_block_attn_qkv.lokr_w1": torch.ones(2, 2)}, "is a layer of a single file, not of"),
     ],
 )
 def test_unsupported_content_is_named(tensors: dict[str, Tensor], message: str, tmp_path: Path) -> None:

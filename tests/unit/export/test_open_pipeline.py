@@ -33,9 +33,6 @@ def test_the_shipped_model_is_drawn_with_the_tokens_that_it_was_trained_on() -> 
 
 def test_a_missing_package_for_captions_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(SD3), "packages", ("no_such_package",))
-    line = (
-        f"{DEMO}: SD3 needs no_such_package for its captions, which is not installed; run `pip install no_such_package`"
-    )
+    reason = "SD3 needs no_such_package for its captions, which is not installed; run `pip install no_such_package`"
     for open_model in (open_policy, lambda folder: open_pipeline(folder, torch.device("cpu"))):
-        raised = refused("", open_model, DEMO)
-        assert raised == line
+        assert refused("", open_model, DEMO) == f"{DEMO}: {reason}"

@@ -107,10 +107,10 @@ def shard_files(plan: CachePlan) -> list[str]:
     return [shard.file for shard in sort_shards(plan.shards)]
 
 
-def sample_names(plan: CachePlan, shard: PlannedShard) -> list[str]:
+def names_in(plan: CachePlan, shard: PlannedShard) -> list[str]:
     return [member.row.key.rsplit("/", 1)[1] for member in plan.members(shard)]
 
 
 def shard_of(plan: CachePlan, name: str) -> str:
-    (file,) = (shard.file for shard in plan.shards if name in sample_names(plan, shard))
+    (file,) = (shard.file for shard in plan.shards if name in names_in(plan, shard))
     return file

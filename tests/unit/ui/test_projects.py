@@ -106,8 +106,8 @@ def test_a_value_of_the_form_changes_its_line_alone(served: Path) -> None:
     answer = client.post(f"{path_of(config)}/value", json={"text": text, "key": "max_steps", "value": "9"}).json()
     assert answer["text"] == text.replace("max_steps = 4", "max_steps = 9")
     assert 'name="max_steps" value="9"' in answer["form"]
-    refused = client.post(f"{path_of(config)}/value", json={"text": text, "key": "max_steps", "value": "[9"})
-    assert (refused.status_code, "not TOML" in refused.json()["error"]) == (400, True)
+    reply = client.post(f"{path_of(config)}/value", json={"text": text, "key": "max_steps", "value": "[9"})
+    assert (reply.status_code, "not TOML" in reply.json()["error"]) == (400, True)
     assert config.read_text() != answer["text"], "nothing is written"
     values = {"text": "a = 1\n", "key": ".".join("b" * 5000), "value": "1"}
     reply = opened(served).post(f"{path_of(served / 'train.toml')}/value", json=values)

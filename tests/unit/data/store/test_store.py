@@ -15,6 +15,7 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import fsspec
 import pytest
@@ -23,16 +24,8 @@ from sd3_light import urls as protocols
 from sd3_light.config import UserError
 from sd3_light.data import manifest as manifest_module
 from sd3_light.data.manifest import Manifest, ShardEntry
-from sd3_light.data.store import (
-    LocalStore,
-    RemoteStore,
-    disk_cache,
-    open_shard,
-    open_store,
-    private_temp_folder,
-    remote,
-)
-from sd3_light.data.store.disk_cache import DiskCache
+from sd3_light.data.store import LocalStore, RemoteStore, disk_cache, open_shard, open_store, remote
+from sd3_light.data.store.disk_cache import DiskCache, private_temp_folder
 from sd3_light.data.store.remote import load_remote_manifest
 from sd3_light.urls import protocol_problem
 from tests.object_store import ObjectStore, object_store, web_server
@@ -195,9 +188,7 @@ def test_a_retry_is_reported_once_in_a_while(monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setattr(protocols, "PAUSES_SEC", (0.0, 0.0))
     monkeypatch.setattr(protocols, "_next_report", 0.0, raising=False)
 
-    def refuse(files: Any, path: str) -> None:
-        raise ConnectionRefusedError("Connection refused")
-
+    refuse = Mock(side_effect=ConnectionRefusedError("Connection refused"))
     for _ in range(2):
         refused("cannot read memory://cache", protocols.with_retries, "memory://cache", refuse)
     line = "cannot read memory://cache (Connection refused); retrying in 0 s (2 of 3)"
@@ -234,29 +225,22 @@ def test_an_eviction_before_opening_is_retried_a_few_times(cache: Path, tmp_path
 
     assert open_shard(store, store.manifest.shards[0], unlucky) == content(0)
     assert len(calls) == 3
-
-    def hopeless(path: Path) -> bytes:
-        path.unlink()
-        return path.read_bytes()
-
-    with pytest.raises(UserError, match="evicted 8 times before it could be opened; raise stream_cache_gb"):
-        open_shard(store, store.manifest.shards[0], hopeless)
+    message = "evicted 8 times before it could be opened; raise stream_cache_gb"
+    refused(message, open_shard, store, store.manifest.shards[0], lambda path: path.unlink() or path.read_bytes())
 
 
 def test_a_limit_below_the_windows_of_all_buckets_is_rejected(cache: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"is too small for the shards of .* \(5 per bucket, 1 buckets\)") as caught:
-        RemoteStore(cache.as_uri(), tmp_path / "kept", 5 * SIZE - 1, window=5)
-    limit = re.search(r"set ([\d.]+) or more", str(caught.value))
-    assert limit is not None
-    assert float(limit[1]) == 5 * SIZE / 1e9
-    RemoteStore(cache.as_uri(), tmp_path / "kept", 5 * SIZE, window=5)
-    RemoteStore(cache.as_uri(), tmp_path / "kept", COUNT * SIZE, window=100)  # there are no more shards
+    open_kept = partial(RemoteStore, cache.as_uri(), tmp_path / "kept")
+    message = r"is too small for the shards of .* \(5 per bucket, 1 buckets\)"
+    (limit,) = re.findall(r"set ([\d.]+) or more", refused(message, open_kept, 5 * SIZE - 1, window=5))
+    assert float(limit) == 5 * SIZE / 1e9
+    open_kept(5 * SIZE, window=5)
+    open_kept(COUNT * SIZE, window=100)  # there are no more shards
     manifest = Manifest.load(cache)
     wide = [replace(entry, bucket="80x48") for entry in manifest.shards[:3]]
     replace(manifest, shards=(*wide, *manifest.shards[3:])).save(cache)
-    with pytest.raises(UserError, match=r"4 per bucket, 2 buckets"):
-        RemoteStore(cache.as_uri(), tmp_path / "kept", 7 * SIZE - 1, window=4)  # all 3 of one, 4 of the other
-    RemoteStore(cache.as_uri(), tmp_path / "kept", 7 * SIZE, window=4)
+    refused("4 per bucket, 2 buckets", open_kept, 7 * SIZE - 1, window=4)  # all 3 of one, 4 of the other
+    open_kept(7 * SIZE, window=4)
 
 
 def _read_all(store: RemoteStore, order: list[int], start: Any, most: Any) -> None:
@@ -310,9 +294,8 @@ def test_a_file_of_another_process_is_not_fetched_again(tmp_path: Path, monkeypa
 def test_shared_limit(s3: ObjectStore, cache: Path, tmp_path: Path, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_cache, "_POLL_SEC", 0.005)
     store = RemoteStore(s3.put(cache), tmp_path / "kept", room * SIZE)
-    orders = [
-        [(start + step * number) % COUNT for number in range(2 * COUNT)] for start, step in ((0, 1), (3, 5), (5, 7))
-    ]
+    paces = ((0, 1), (3, 5), (5, 7))
+    orders = [[(start + step * number) % COUNT for number in range(2 * COUNT)] for start, step in paces]
     assert max(in_processes(store, orders)) <= room * SIZE
     assert not [name for name in kept(tmp_path / "kept") if name.endswith(".part")]
 
@@ -600,11 +583,8 @@ def test_an_unsupported_protocol(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 def test_a_full_disk_is_not_a_network_error(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
     store = RemoteStore(cache.as_uri(), tmp_path / "kept", 10**6)
-    monkeypatch.setattr(remote, "_copy", full)
+    monkeypatch.setattr(remote, "_copy", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(UserError, match=f"^cannot keep shards in {tmp_path / 'kept'}: No space left on device; free"):
         store.path(store.manifest.shards[0])
     assert kept(tmp_path / "kept") == set()
