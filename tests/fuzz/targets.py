@@ -86,9 +86,8 @@ def dataset_config(world: World, folder: Path, rng: random.Random) -> Command:
     """A dataset TOML with one or two directories."""
     raw = _project(world, folder)
     data: dict[str, Any] = {"directory": [{"path": "images"} for _ in range(rng.choice((1, 1, 2)))]}
-    data |= rng.choice(
-        ({"size_buckets": [[64, 64]]}, {"resolutions": [64]}, {"resolutions": [64], "enable_ar_bucket": True})
-    )
+    sizes = ({"size_buckets": [[64, 64]]}, {"resolutions": [64]}, {"resolutions": [64], "enable_ar_bucket": True})
+    data |= rng.choice(sizes)
     set_keys(data, DatasetDefaults, rng, rng.choice((0, 1, 2)), valid_share=0.85)
     set_keys(data["directory"][0], DirectoryConfig, rng, rng.choice((0, 0, 1, 2)), valid_share=0.85)
     _write_toml(folder / "data.toml", _without_none(data), rng)
@@ -204,16 +203,8 @@ def single_file(world: World, folder: Path, rng: random.Random) -> Command:
     if rng.random() < 0.5:
         _project(world, folder)
         shutil.copy(world.project.train_toml, folder / "train.toml")
-        return [
-            "check",
-            folder / "train.toml",
-            "--set",
-            f"model.init={path}",
-            "--set",
-            "model.size=tiny2",
-            "--set",
-            "model.num_layers=1",
-        ]
+        options = (f"model.init={path}", "model.size=tiny2", "model.num_layers=1")
+        return ["check", folder / "train.toml", *(word for option in options for word in ("--set", option))]
     return ["convert", path, folder / "out" / "model", "--base", world.model]
 
 

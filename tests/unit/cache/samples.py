@@ -40,7 +40,7 @@ def readers(project: Project) -> Iterator[tuple[ShardEntry, ShardReader]]:
         yield entry, ShardReader(project.cache / SHARDS / entry.file, entry)
 
 
-def damage(path: Path) -> None:
+def harm(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -127,14 +128,11 @@ def push_rebuilt(place: BuildFolder) -> None:
     ],
 )
 def test_a_store_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, work: Any) -> None:
-    def forbidden(*_: object, **__: object) -> None:
-        raise PermissionError("Access Denied")
-
     url = f"memory://{tmp_path.name}/cache"
     with open_build_folder(url, tmp_path / "a") as place:
         write_files(place.folder)
         place.push_shard(FILE)
-        monkeypatch.setattr(MemoryFileSystem, method, forbidden)
+        monkeypatch.setattr(MemoryFileSystem, method, Mock(side_effect=PermissionError("Access Denied")))
         refused(rf"^no permission to read {url}.*Access Denied.*; check the network", work, place)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -47,7 +48,7 @@ from tests.unit.cache.samples import (
     change_caption,
     change_image,
     contents,
-    damage,
+    harm,
     readers,
     reject_lines,
     shard_of,
@@ -132,9 +133,7 @@ def add_image(project: Project, name: str) -> None:
 
 @pytest.fixture
 def no_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*_: object) -> None:
-        raise AssertionError("nothing should be encoded")
-
+    never = Mock(side_effect=AssertionError("nothing should be encoded"))
     monkeypatch.setattr(FrozenParts, "encode_images", never)
     monkeypatch.setattr(FrozenParts, "encode_captions", never)
 
@@ -265,14 +264,14 @@ def test_a_dry_run_changes_nothing(project: Project, no_encoding: None) -> None:
 
 def test_verify_repairs_shards_their_tables_and_the_empty_caption(project: Project) -> None:
     before = contents(project)
-    damage(project.cache / "shards" / shard_files(project)[3])
+    harm(project.cache / "shards" / shard_files(project)[3])
     project.build_cache()
     assert contents(project) != before, "a run without --verify does not hash shards of the right size"
     for path in project.cache.glob("shards/images*.arrow"):
         path.write_bytes(b"")
     project.build_cache(verify=True)
     assert contents(project) == before
-    damage(project.cache / "shards" / Manifest.load(project.cache).empty.file)
+    harm(project.cache / "shards" / Manifest.load(project.cache).empty.file)
     refused("damaged", open_dataset(project).empty_text)
     project.build_cache()
     assert contents(project) == before, "reading it has marked it"
@@ -386,7 +385,7 @@ def test_trust_builds_a_missing_cache(fresh_project: Project) -> None:
 def test_a_damaged_shard_is_found_in_a_trusted_cache_and_the_suggested_command_repairs_it(project: Project) -> None:
     before = contents(project)
     path = project.cache / "shards" / shard_files(project)[0]
-    damage(path)
+    harm(path)
     project.build_cache(trust=True)
     refused(rf"shard {path} is damaged.*run `sd3-light cache CONFIG`", epoch_of, project)
     project.build_cache()
@@ -620,9 +619,7 @@ def test_dropped_similar_images_are_shown_in_pairs(fresh_project: Project, capsy
     page = fresh_project.folder / "page.html"
     content = write_cache_page(fresh_project.cache, page, samples=0)
     pairs = {group.name: group.shown for group in content.duplicates.groups}
-    names = {
-        kind: [(pair.first.rpartition("/")[2], pair.key.rpartition("/")[2]) for pair in pairs[kind]] for kind in pairs
-    }
+    names = {kind: [(Path(pair.first).name, Path(pair.key).name) for pair in pairs[kind]] for kind in pairs}
     assert names == {"duplicates dropped": [(first, "zz.png")], "similar dropped": [(second, "zzz.png")]}
     assert all(pair.image and pair.first_image for shown in pairs.values() for pair in shown)
     assert "similar dropped: 1" in " ".join(page.read_text(encoding="utf-8").split())

@@ -51,9 +51,8 @@ def rejects(project: Project) -> dict[str, tuple[str, str]]:
 
 def test_extreme_sizes_are_reported_and_excludable(odd_project: Project, capfd: pytest.CaptureFixture[str]) -> None:
     crop = "1 loses more than half by cropping, images#0/long.png 95% (max_crop excludes such images)"
-    enlarged = (
-        "1 is enlarged more than twice, images#0/tiny.png 12.8 times (min_side or no_upscale exclude such images)"
-    )
+    limits = "min_side or no_upscale exclude such images"
+    enlarged = f"1 is enlarged more than twice, images#0/tiny.png 12.8 times ({limits})"
     loaded = odd_project.load()
     lines = dict(check.conclude(loaded.train, check.run(loaded), check.Target(on_cpu=True)))
     assert lines["images train"] == f"{crop}; {enlarged}"

@@ -4,6 +4,7 @@ import json
 import time
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -41,9 +42,7 @@ def names(project: Project, *prompts: str) -> set[str]:
 
 @pytest.fixture
 def no_encoders(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(name: str, *_: object) -> None:
-        raise AssertionError(f"{name} was loaded")
-
+    fail = Mock(side_effect=AssertionError("an encoder was loaded"))
     monkeypatch.setattr("sd3_light.families.sd3.encoders.load_text_model", fail)
 
 
@@ -100,9 +99,8 @@ def test_a_changed_prompt_is_encoded_the_old_one_pruned(project: Project, capsys
 def test_the_file_name_depends_on_all_text_settings(project: Project, key: str) -> None:
     current = recipe(project)
     assert prompt_file("a", current) != prompt_file("a", {**current, key: "other"})
-    assert prompt_file("a", current) == prompt_file(
-        "a", {**current, "vae": "other", "preprocess": 0, "vae_dtype": "float16"}
-    )
+    of_images = {"vae": "other", "preprocess": 0, "vae_dtype": "float16"}
+    assert prompt_file("a", current) == prompt_file("a", {**current, **of_images})
 
 
 @pytest.mark.parametrize(

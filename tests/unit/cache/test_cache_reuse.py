@@ -35,15 +35,7 @@ from sd3_light.data.shards import read_origins
 from sd3_light.families.sd3.encoding import SD3Encoding
 from tests import fake_ray
 from tests.project import Project
-from tests.unit.cache.samples import (
-    captions_of,
-    change_caption,
-    change_image,
-    damage,
-    readers,
-    shard_of,
-    write_captions,
-)
+from tests.unit.cache.samples import captions_of, change_caption, change_image, harm, readers, shard_of, write_captions
 from tests.unit.cache.test_cache_builders import build, join, start
 
 NUM_IMAGES = 40
@@ -88,9 +80,8 @@ class BatchEncoders:
         columns: Collection[str] | None = None,
     ) -> dict[str, Tensor]:
         seen = [number_of(image.tobytes()) for (image,) in images]
-        return self.encode_captions(
-            [f"{text} on {number}" for text, number in zip(captions, seen, strict=True)], columns
-        )
+        pairs = zip(captions, seen, strict=True)
+        return self.encode_captions([f"{text} on {number}" for text, number in pairs], columns)
 
     def encode_images(self, pixels: NDArray[np.uint8], flip: bool) -> dict[str, Tensor]:
         self._note(images=len(pixels))
@@ -359,9 +350,8 @@ def test_masks_and_mirrored_images_are_copied(masked: Project, log: Path) -> Non
     assert (calls.images, set(calls.captions)) == (0, {"something else"})
     after = values_of(masked)
     for name, sample in before.items():
-        assert {key: after[name].get(key) for key in ("moments", "mask")} == {
-            key: sample.get(key) for key in ("moments", "mask")
-        }
+        for key in ("moments", "mask"):
+            assert after[name].get(key) == sample.get(key)
         assert len(after[name]["moments"]) == 2
 
 
@@ -556,7 +546,7 @@ def test_a_damaged_old_shard(project: Project, log: Path, tmp_path: Path, capsys
     old = shard_of(project, "000007.png")
     count = len(read_origins(old))
     change_caption(project)
-    damage(old)
+    harm(old)
     several = project.copy(tmp_path / "several")
     _, calls = update(project, log)
     assert calls.images == count
@@ -571,7 +561,7 @@ def test_a_damaged_shard_of_the_new_cache_is_marked(project: Project, log: Path)
     """A shard that stays and that captions are copied from is encoded again by the next build."""
     known = captions_of(project)["000030.png"][0]
     source = shard_of(project, "000030.png")
-    damage(source)
+    harm(source)
     change_caption(project, text=known)
     _, calls = update(project, log)
     assert calls.captions == [known]
@@ -603,7 +593,7 @@ def test_a_shard_with_a_wrong_table_is_not_copied_from(project: Project, log: Pa
 def test_a_repaired_shard_copies_captions_of_others_only(project: Project, log: Path) -> None:
     path = shard_of(project, "000007.png")
     count = len(read_origins(path))
-    damage(path)
+    harm(path)
     report, calls = update(project, log, verify=True)
     assert (calls.images, report.encoded) == (count, count)
 

@@ -8,16 +8,9 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image
 from torch import Tensor
-from transformers import (
-    ConvNextConfig,
-    ConvNextModel,
-    Dinov2Config,
-    Dinov2Model,
-    Dinov2WithRegistersConfig,
-    Dinov2WithRegistersModel,
-)
 
 from sd3_light.cache.reuse import ValueCounts
 from sd3_light.core.columns import TEACHER
@@ -55,9 +48,9 @@ def counts(project: Project, **flags: bool) -> ValueCounts:
 
 
 def retrain(folder: Path) -> None:
-    config = Dinov2Config.from_pretrained(folder)
+    config = transformers.Dinov2Config.from_pretrained(folder)
     torch.manual_seed(5)
-    Dinov2Model(config).save_pretrained(folder)
+    transformers.Dinov2Model(config).save_pretrained(folder)
 
 
 def test_a_cache_holds_the_features_of_images_and_of_mirrored_ones(project: Project) -> None:
@@ -110,9 +103,7 @@ def test_another_vae_keeps_the_features(project: Project, monkeypatch: pytest.Mo
     project.build_cache()
     before = dict(samples(project))
 
-    def refuse(*_: Any) -> Tensor:
-        raise AssertionError("the teacher sees no image")
-
+    refuse = Mock(side_effect=AssertionError("the teacher sees no image"))
     monkeypatch.setattr(ImageEncoders, "encode_features", refuse)
     (report,) = project.build_cache('model.vae_dtype="float32"')
     assert report.values.images == len(before)
@@ -143,17 +134,15 @@ def test_wide_features_are_projected_and_keep_angles() -> None:
 
 
 def write_convnext(folder: Path) -> Path:
-    config = ConvNextConfig(hidden_sizes=[8, 12, 20, 24], depths=[1, 1, 1, 1], image_size=64)
-    save_feature_model(ConvNextModel(config), Mock(), 64, folder)
+    config = transformers.ConvNextConfig(hidden_sizes=[8, 12, 20, 24], depths=[1, 1, 1, 1], image_size=64)
+    save_feature_model(transformers.ConvNextModel(config), Mock(), 64, folder)
     return folder
 
 
 def write_registers(folder: Path) -> Path:
-    config = Dinov2WithRegistersConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, mlp_ratio=1, image_size=SIDE, patch_size=8,
-        num_register_tokens=4,
-    )  # fmt: skip
-    save_feature_model(Dinov2WithRegistersModel(config), Mock(), SIDE, folder)
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "mlp_ratio": 1, "patch_size": 8}
+    config = transformers.Dinov2WithRegistersConfig(**shape, image_size=SIDE, num_register_tokens=4)
+    save_feature_model(transformers.Dinov2WithRegistersModel(config), Mock(), SIDE, folder)
     return folder
 
 

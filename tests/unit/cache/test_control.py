@@ -47,26 +47,11 @@ def drawn(folder: Path) -> dict[str, np.ndarray]:
 
 
 def save_depth_model(folder: Path, **keys: Any) -> Path:
-    backbone = transformers.Dinov2Config(
-        image_size=28,
-        patch_size=14,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        out_indices=[1, 2],
-        apply_layernorm=True,
-        reshape_hidden_states=False,
-    )
-    config = transformers.DepthAnythingConfig(
-        backbone_config=backbone,
-        patch_size=14,
-        reassemble_hidden_size=16,
-        reassemble_factors=[2, 1],
-        neck_hidden_sizes=[8, 8],
-        fusion_hidden_size=8,
-        head_hidden_size=8,
-        **keys,
-    )
+    backbone = {"image_size": 28, "patch_size": 14, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    backbone |= {"out_indices": [1, 2], "apply_layernorm": True, "reshape_hidden_states": False}
+    keys |= {"patch_size": 14, "reassemble_hidden_size": 16, "reassemble_factors": [2, 1], "neck_hidden_sizes": [8, 8]}
+    keys |= {"fusion_hidden_size": 8, "head_hidden_size": 8}
+    config = transformers.DepthAnythingConfig(backbone_config=transformers.Dinov2Config(**backbone), **keys)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         transformers.DepthAnythingForDepthEstimation(config).save_pretrained(folder)
@@ -109,11 +94,8 @@ def test_a_folder_below_the_images_is_not_read_as_images(images: Path) -> None:
 def test_large_images_are_scaled_down(images: Path) -> None:
     scene((400, 100)).save(images / "1.png")
     control.run(images, replace(EDGES, resolution=100))
-    assert {name: edges.shape for name, edges in drawn(images.with_name("images-edges")).items()} == {
-        "0.png": (30, 40),
-        "1.png": (50, 200),
-        "more/2.png": (30, 56),
-    }
+    shapes = {name: edges.shape for name, edges in drawn(images.with_name("images-edges")).items()}
+    assert shapes == {"0.png": (30, 40), "1.png": (50, 200), "more/2.png": (30, 56)}
 
 
 def test_odd_images_have_the_edges_of_what_is_trained_on(images: Path, tmp_path: Path) -> None:
@@ -177,7 +159,7 @@ def test_near_is_white(images: Path, tmp_path: Path, kind: str, sign: int) -> No
         assert sign * order > 0.5
 
 
-def test_an_image_of_infinite_depth_is_listed(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_of_infinite_depth_is_listed(images: Path, tmp_path: Path) -> None:
     model = save_depth_model(tmp_path / "depth")
     weights = transformers.DepthAnythingForDepthEstimation.from_pretrained(model)
     with torch.no_grad():

@@ -44,14 +44,12 @@ def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = {**SHAPE, "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
     vision = {**SHAPE, "image_size": 16, "patch_size": 4}
     sizes = {"projection_dim": 16, "extract_layers": [0, 1], "reduce_dim": 8, "decoder_num_attention_heads": 2}
-    config = transformers.CLIPSegConfig(
-        text_config=text, vision_config=vision, **sizes, decoder_intermediate_size=16, conditional_layer=0
-    )
+    sizes |= {"decoder_intermediate_size": 16, "conditional_layer": 0}
+    config = transformers.CLIPSegConfig(text_config=text, vision_config=vision, **sizes)
     images = transformers.ViTImageProcessor(size={"height": 16, "width": 16})
+    processor = transformers.CLIPSegProcessor(images, tokenizer)
     folder = tmp_path_factory.mktemp("clipseg") / "model"
-    return save(
-        folder, transformers.CLIPSegForImageSegmentation, config, transformers.CLIPSegProcessor(images, tokenizer)
-    )
+    return save(folder, transformers.CLIPSegForImageSegmentation, config, processor)
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +57,9 @@ def save_classes(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
     """Return a function that writes a SegFormer with these classes."""
 
     def write(*classes: str) -> Path:
-        config = transformers.SegformerConfig(
-            num_labels=len(classes),
-            hidden_sizes=[8, 8, 8, 8],
-            num_attention_heads=[1, 1, 1, 1],
-            decoder_hidden_size=8,
-            depths=[1, 1, 1, 1],
-            id2label=dict(enumerate(classes)),
-        )
+        sizes = {"hidden_sizes": [8] * 4, "num_attention_heads": [1] * 4, "decoder_hidden_size": 8, "depths": [1] * 4}
+        names = {"num_labels": len(classes), "id2label": dict(enumerate(classes))}
+        config = transformers.SegformerConfig(**sizes, **names)
         processor = transformers.SegformerImageProcessor(size={"height": 32, "width": 32})
         folder = tmp_path_factory.mktemp("segformer") / "model"
         return save(folder, transformers.SegformerForSemanticSegmentation, config, processor)
@@ -110,12 +103,8 @@ def middle(text_model: Path, data: Path, prompts: Sequence[str] = TEXT.prompts) 
 def test_every_image_gets_a_mask_that_the_dataset_finds(text_model: Path, data: Path) -> None:
     options = replace(TEXT, threshold=middle(text_model, data))
     (report,) = mask.run(data, str(text_model), options)
-    assert (report.written.folder, report.written.written, report.written.kept, report.is_named) == (
-        data.parent / "masks",
-        6,
-        0,
-        True,
-    )
+    written = report.written
+    assert (written.folder, written.written, written.kept, report.is_named) == (data.parent / "masks", 6, 0, True)
     assert rejects_of(report.written.folder) == {"broken.png": "not_an_image"}
     masks = masks_of(report.written.folder)
     assert sorted(masks) == sorted(NAMES)
@@ -141,9 +130,8 @@ def test_masks_are_those_of_the_model(text_model: Path, data: Path) -> None:
     with torch.no_grad():
         inputs = processor(text=list(prompts), images=[image] * 2, padding=True, return_tensors="pt")
         likely = model(**inputs).logits.sigmoid()
-    planes = [
-        np.asarray(Image.fromarray(plane.numpy()).resize(image.size, Image.Resampling.BILINEAR)) for plane in likely
-    ]
+    resized = [Image.fromarray(plane.numpy()).resize(image.size, Image.Resampling.BILINEAR) for plane in likely]
+    planes = list(map(np.asarray, resized))
     found = masks_of(data.parent / "masks")["3"] == 255
     assert np.mean(found == (np.maximum(*planes) >= threshold)) > 0.97  # Pillow's kernel differs at the edges
     assert np.mean(found) not in (0, 1)

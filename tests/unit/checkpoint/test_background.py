@@ -1,6 +1,7 @@
 """Background saving: copies, the worker thread, and the keeper with one process."""
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,10 +30,8 @@ def test_copies_do_not_change_with_the_live_memory_and_leave_out_replicas() -> N
     live.zero_()
     assert (copy.name, copy.start, copy.shape) == ("param/w", 4, (3, 4))
     assert copy.values.tolist() == list(range(4, 12))
-    replicas = [
-        TensorPiece("param/w", torch.ones(3), 0, (3,), writes=False),
-        TensorPiece("param/v", torch.ones(3), 0, (3,)),
-    ]
+    replica = TensorPiece("param/w", torch.ones(3), 0, (3,), writes=False)
+    replicas = [replica, replace(replica, name="param/v", writes=True)]
     assert [copy.name for copy in HostBuffers().copy(iter(replicas))] == ["param/v"]
 
 

@@ -19,6 +19,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.engines.protocol import TensorPiece
 from tests.checkpoints import write_checkpoint
 from tests.refusals import refused
+from tests.shards import header_of
 
 Writer = Callable[..., Path]
 PART = "rank-00000.safetensors"
@@ -72,11 +73,9 @@ def test_the_safetensors_library_reads_the_files(tmp_path: Path, write_ranks: Wr
         assert set(file.keys()) == {"param/w@4", "state/s@0"}
         assert torch.equal(file.get_tensor("param/w@4"), torch.arange(4.0, 15.0))
         assert torch.equal(file.get_tensor("state/s@0"), small)
-    data = (folder / PART).read_bytes()
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    assert {key: entry["data_offsets"][0] for key, entry in header.items()} == {"param/w@4": 0, "state/s@0": 44}, (
-        "aligned"
-    )
+    header, _ = header_of((folder / PART).read_bytes())
+    starts = {key: entry["data_offsets"][0] for key, entry in header.items()}
+    assert starts == {"param/w@4": 0, "state/s@0": 44}, "aligned"
 
 
 def test_any_part_of_any_split(tmp_path: Path, write_ranks: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,9 +107,7 @@ def test_consecutive_pieces_read_once(tmp_path: Path, write_ranks: Writer, monke
     target = torch.zeros(30)
     checkpoint = open_checkpoint(folder)
     assert reads == []
-    checkpoint.load_into(
-        [piece("param/w", target, 10, 14), piece("param/w", target, 14, 29), piece("param/w", target, 29)]
-    )
+    checkpoint.load_into([piece("param/w", target, *ends) for ends in ((10, 14), (14, 29), (29,))])
     assert reads == ["rank-00001.safetensors"]
     assert torch.equal(target, torch.cat([torch.zeros(10), full[10:]]))
     checkpoint.load_into([piece("param/w", target, 0, 11)])

@@ -65,10 +65,8 @@ def test_the_index_lists_all_ranges(tmp_path: Path, write_ranks: Writer) -> None
     assert set(content["files"]) == {"rank-00000.safetensors", "rank-00001.safetensors"}
     (entry,) = content["tensors"].values()
     assert (entry["shape"], entry["dtype"]) == ([2, 8], "F32")
-    assert [part[:3] for part in entry["ranges"]] == [
-        [0, 4, "rank-00000.safetensors"],
-        [4, 12, "rank-00001.safetensors"],
-    ]
+    ranges = [[0, 4, "rank-00000.safetensors"], [4, 12, "rank-00001.safetensors"]]
+    assert [part[:3] for part in entry["ranges"]] == ranges
     assert {len(part[3]) for part in entry["ranges"]} == {64}
 
 
@@ -290,16 +288,10 @@ def test_checkpoints_that_were_renamed_aside_are_restored_and_leftovers_deleted(
     save(tmp_path, 1, 1)
     os.replace(save(tmp_path, 2, 2), tmp_path / ".step-00000002.old")
     shutil.copytree(tmp_path / "step-00000001", tmp_path / ".step-00000001.old")
-    for leftover in (".step-00000002.tmp", ".step-00000003.123.tmp", ".step-00000004.gone", ".step-00000001.old.gone"):
-        (tmp_path / leftover).mkdir()
-    (tmp_path / ".other").mkdir()
+    leftovers = [".step-00000001.old.gone", ".step-00000002.tmp", ".step-00000003.123.tmp", ".step-00000004.gone"]
+    for name in (*leftovers, ".other"):
+        (tmp_path / name).mkdir()
     assert restore_replaced(tmp_path) == [".step-00000002.old"]
-    assert sorted(clean_leftovers(tmp_path)) == [
-        ".step-00000001.old",
-        ".step-00000001.old.gone",
-        ".step-00000002.tmp",
-        ".step-00000003.123.tmp",
-        ".step-00000004.gone",
-    ]
+    assert sorted(clean_leftovers(tmp_path)) == [".step-00000001.old", *leftovers]
     assert names(tmp_path) == [".other", "step-00000001", "step-00000002"]
     assert value_of(tmp_path / "step-00000002") == 2

@@ -85,9 +85,8 @@ def test_tensors_prepared_in_a_slot_arrive(make_cache: MakeCache) -> None:
     data = make_cache(captions=2)
     plain, count = all_steps(loader_of(data)), 0
     batches = MicroBatches(data, data.order(0, ONCE, lambda resolution: 4), 0, 1, 1)
-    laid = PipelineDataLoader(
-        batches, object(), 1, Model(never), num_dataloader_workers=2, items=range(6), prepare_into=prepare_plain_into
-    )
+    keys = {"num_dataloader_workers": 2, "items": range(6), "prepare_into": prepare_plain_into}
+    laid = PipelineDataLoader(batches, object(), 1, Model(never), **keys)
     for wanted, step in zip(plain, laid.steps(), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(flat([wanted]), flat([step]), strict=True))
         count += 1
@@ -319,9 +318,8 @@ def test_the_program_of_the_memory_note_runs(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(PROGRAM + TAIL, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=HANG_SECONDS
-    )
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["default prefetch_factor = 2", "limited prefetch_factor = 1", "16", "16"]
 

@@ -54,9 +54,8 @@ def test_permutation_is_a_bijection(size: int) -> None:
 def test_permutations_of_several_sizes_and_keys_at_once() -> None:
     sizes, keys = np.array([5, 1000, 5, 77, 1]), np.array([1, 2, 3, 1, 9], dtype=np.uint64)
     positions = np.array([4, 900, 4, 5, 0])
-    alone = [
-        permuted(int(size), int(key), np.array([at]))[0] for size, key, at in zip(sizes, keys, positions, strict=True)
-    ]
+    each = zip(sizes, keys, positions, strict=True)
+    alone = [permuted(int(size), int(key), np.array([at]))[0] for size, key, at in each]
     assert permute(positions, sizes, keys).tolist() == alone
 
 

@@ -167,11 +167,8 @@ def test_batches_do_not_depend_on_the_form_of_the_manifest(make_cache: MakeCache
     mapped = make_cache(**keys, directories=("b#0", "a#0", "a#0", "b#0"))
     assert isinstance(mapped.manifest.shards, ShardTable)
     folder = tmp_path / "cache"
-    listing = {
-        "format": CACHE_FORMAT,
-        **asdict(replace(mapped.manifest, shards=())),
-        "shards": list(map(asdict, mapped.manifest.shards)),
-    }
+    shards = list(map(asdict, mapped.manifest.shards))
+    listing = {"format": CACHE_FORMAT, **asdict(replace(mapped.manifest, shards=())), "shards": shards}
     (folder / MANIFEST).write_text(json.dumps(listing))
     listed = CachedDataset(LocalStore(folder))
     assert isinstance(listed.manifest.shards, tuple)
@@ -179,9 +176,8 @@ def test_batches_do_not_depend_on_the_form_of_the_manifest(make_cache: MakeCache
     orders = [data.order(5, repeats, lambda resolution: 4, 2) for data in (mapped, listed)]
     assert orders[0] == orders[1]
     for step in range(2 * orders[0].steps_per_epoch):
-        batches = [
-            MicroBatches(data, order, 0, 1, 1)[step] for data, order in zip((mapped, listed), orders, strict=True)
-        ]
+        both = zip((mapped, listed), orders, strict=True)
+        batches = [MicroBatches(data, order, 0, 1, 1)[step] for data, order in both]
         assert batches[0].keys() == batches[1].keys()
         for name, value in batches[0].items():
             assert torch.equal(value, batches[1][name]) if value is not None else batches[1][name] is None

@@ -65,11 +65,8 @@ def test_ranks_and_micro_batches_are_slices_of_the_global_batch(make_cache: Make
     data = make_cache(captions=3, variants=2)
     order = order_of(data)
     for step, whole in enumerate(steps_of(data, order)):
-        parts = [
-            MicroBatches(data, order, rank, world, micro)[step * micro + number]
-            for rank in range(world)
-            for number in range(micro)
-        ]
+        places = [(rank, number) for rank in range(world) for number in range(micro)]
+        parts = [MicroBatches(data, order, rank, world, micro)[step * micro + number] for rank, number in places]
         for name in ("sample_id", "epoch", "repeat", "moments", "t5", "clip_g.pooled"):
             assert torch.equal(torch.cat([part[name] for part in parts]), whole[name]), name
 
@@ -136,9 +133,8 @@ def test_padding_is_zero_in_reused_memory(make_cache: MakeCache) -> None:
 
 def open_files(data: CachedDataset) -> int:
     names = {entry.file for entry in data.manifest.shards}
-    return sum(
-        os.path.basename(os.path.realpath(f"/proc/self/fd/{one}")) in names for one in os.listdir("/proc/self/fd")
-    )
+    links = os.listdir("/proc/self/fd")
+    return sum(os.path.basename(os.path.realpath(f"/proc/self/fd/{link}")) in names for link in links)
 
 
 def test_the_window_bounds_the_open_shards(make_cache: MakeCache) -> None:

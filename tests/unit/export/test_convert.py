@@ -28,10 +28,8 @@ from tests.unit.export.denoisers import adapter_state, add_trained_adapter, live
 SQUARE = replace(SIZES["tiny2"], pos_embed_max_size=8)
 WIDE = replace(SQUARE, num_heads=4)
 WEIGHTS = Path("transformer", "diffusion_pytorch_model.safetensors")
-LAYERS = (
-    *(f"transformer_blocks.{block}.attn.to_{part}" for block in (0, 1) for part in "qkv"),
-    "transformer_blocks.1.ff.net.0.proj",
-)
+OF_ATTENTION = [f"transformer_blocks.{block}.attn.to_{part}" for block in (0, 1) for part in "qkv"]
+LAYERS = (*OF_ATTENTION, "transformer_blocks.1.ff.net.0.proj")
 
 
 def run(*arguments: object) -> str:
@@ -216,9 +214,8 @@ def test_a_merged_model_draws_what_its_loras_draw(square: Path, tmp_path: Path, 
     run("sample", square, *draw, tmp_path / "stack", "--lora", plain, "--lora", f"{trained}:0.7")
     run("sample", out, *draw, tmp_path / "drawn")
     run("sample", square, *draw, tmp_path / "other", "--lora", plain, "--lora", f"{trained / 'lora.safetensors'}:0")
-    stack, drawn, other = (
-        np.asarray(Image.open(tmp_path / name / "00000.png")).astype(int) for name in ("stack", "drawn", "other")
-    )
+    images = [Image.open(tmp_path / name / "00000.png") for name in ("stack", "drawn", "other")]
+    stack, drawn, other = (np.asarray(image).astype(int) for image in images)
     assert abs(stack - drawn).max() <= 1
     assert abs(stack - other).max() > 1
 

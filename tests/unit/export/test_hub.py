@@ -124,9 +124,7 @@ def test_a_plan_names_what_is_new_changed_unchanged_and_deleted(export: Path) ->
     push(plan, api)
     names = ("LICENSE", "proof.json", "transformer/a.safetensors", "config.toml", "old.safetensors")
     assert set(committed(api)) == set(names), "what the plan says is done, and nothing else"
-    assert api.create_commit.call_args.kwargs["parent_commit"] == "a" * 40, (
-        "the hub refuses it if the repository has changed"
-    )
+    assert api.create_commit.call_args.kwargs["parent_commit"] == "a" * 40, "refused if the repository has changed"
     unchanged = {name: FILES[name] for name in FILES if name not in ("config.toml", ".notes")}
     api = recorded_api(files=unchanged)
     push(prepare_upload(export, TARGET, api), api)

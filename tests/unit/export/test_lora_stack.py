@@ -15,11 +15,8 @@ from sd3_light.families.sd3.sample_texts import TextPolicy
 from sd3_light.sample.generate import ImageRequest, generate
 from tests.refusals import refused
 
-LAYERS = (
-    "transformer_blocks.0.attn.to_q",
-    "transformer_blocks.1.ff.net.0.proj",
-    "transformer_blocks.0.attn.add_k_proj",
-)
+BLOCKS = "transformer_blocks"
+LAYERS = (f"{BLOCKS}.0.attn.to_q", f"{BLOCKS}.1.ff.net.0.proj", f"{BLOCKS}.0.attn.add_k_proj")
 RANK = 2
 Weights = dict[str, torch.Tensor]
 

@@ -168,9 +168,8 @@ def test_several_images_per_prompt_no_guidance_and_a_negative_prompt(real: Any) 
 
 
 def test_without_t5_its_tokens_are_left_out(exports: Exports, real: Any) -> None:
-    pipe = RealTextPipeline.from_pretrained(
-        exports["real", "empty"], text_encoder_3=None, dtype=torch.float32, local_files_only=True
-    )
+    options = {"text_encoder_3": None, "dtype": torch.float32, "local_files_only": True}
+    pipe = RealTextPipeline.from_pretrained(exports["real", "empty"], **options)
     clip_only, full = (p.encode_prompt(PROMPTS[0], do_classifier_free_guidance=False)[0] for p in (pipe, real))
     assert clip_only.shape[1] < full.shape[1]
     assert torch.equal(clip_only, full[:, : clip_only.shape[1]])

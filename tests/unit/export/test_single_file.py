@@ -193,9 +193,8 @@ def test_the_file_equals_the_librarys_and_equal_models_are_equal_bytes(tmp_path:
 def test_stock_diffusers_reads_the_unpadded_file(tmp_path: Path, folder_of: FolderOf, shape: str) -> None:
     folder = folder_of(shape)
     file = write_single_file(folder, tmp_path / "m.safetensors", pad_blocks=False).path
-    loaded = SD3Transformer2DModel.from_single_file(
-        str(file), config=str(folder), subfolder="transformer", local_files_only=True
-    )
+    options = {"config": str(folder), "subfolder": "transformer", "local_files_only": True}
+    loaded = SD3Transformer2DModel.from_single_file(str(file), **options)
     weights = load_file(folder / WEIGHTS)
     state = loaded.state_dict()
     assert state.keys() == weights.keys()

@@ -31,12 +31,8 @@ from tests.families import make_denoiser, make_pipeline
 
 CPU = torch.device("cpu")
 FolderOf = Callable[[str, torch.dtype], Path]
-KINDS: dict[str, dict[str, Any]] = {
-    "lora": {},
-    "dora": {"use_dora": True},
-    "lokr": {"type": "lokr"},
-    "loha": {"type": "loha"},
-}
+KINDS: dict[str, dict[str, Any]] = {"lora": {}, "dora": {"use_dora": True}}
+KINDS |= {name: {"type": name} for name in ("lokr", "loha")}
 
 
 @pytest.fixture(scope="module")
@@ -143,9 +139,8 @@ def test_frozen_weights_have_the_dtypes_of_the_stock_class(folder_of: FolderOf, 
     adapter = cost.adapter_parameters(config.adapter)
     held = sum(weight.nbytes for name, weight in named.items() if not is_adapter_name(name))
     assert TrainingSetup(cost, Tokens(64, 64), 1, adapter=adapter).frozen_bytes == held, "as `check` counts"
-    assert TrainingSetup(cost, Tokens(64, 64), 1, adapter=adapter, compute_dtype="float32").frozen_bytes == (
-        4 * cost.parameters
-    )
+    in_float32 = TrainingSetup(cost, Tokens(64, 64), 1, adapter=adapter, compute_dtype="float32")
+    assert in_float32.frozen_bytes == 4 * cost.parameters
 
 
 class Float32Bytes(TorchDispatchMode):
@@ -264,12 +259,8 @@ def test_trained_block_bytes(folder_of: FolderOf, tmp_path: Path, family: str, k
     engine = TorchEngine(family_of(config.model).training.model(denoiser, config, False), config, Launch(), CPU)
     setup = TrainingSetup(cost, Tokens(64, 64), 1, optimizer=kind, release=True, swapped=config.swap_blocks)
     engine.optimizer.prepare_state()
-    states = [
-        state
-        for chunk in engine.optimizer.chunks
-        for each in chunk.optimizers
-        for state in each.optimizer.state.values()
-    ]
+    optimizers = [each.optimizer for chunk in engine.optimizer.chunks for each in chunk.optimizers]
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
     values = [*denoiser.parameters(), *(value for state in states for value in state.values())]
     held = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in values}
     alignment = 512 * len(values)  # it counts in tiny models only, as do the moments of vectors

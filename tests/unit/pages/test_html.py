@@ -23,9 +23,8 @@ from tests.refusals import refused
 from tests.unit.pages.parsed_page import ParsedPage, assert_self_contained
 
 ROOT = Path(sd3_light.pages.__file__).parent
-COMPONENTS = [
-    path for path in sorted((ROOT / "templates" / "components").glob("*.html")) if "{% macro" in path.read_text()
-]
+FILES = sorted((ROOT / "templates" / "components").glob("*.html"))
+COMPONENTS = [path for path in FILES if "{% macro" in path.read_text()]
 HOSTILE = (
     "<script>alert(1)</script>",
     "\"><img src=http://127.0.0.1:9/x onerror=alert(1)>'",

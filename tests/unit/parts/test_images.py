@@ -100,10 +100,8 @@ def test_the_digest_identifies_the_contents(monkeypatch: pytest.MonkeyPatch) -> 
 def load_decoded(monkeypatch: pytest.MonkeyPatch, fingerprints: list[str]) -> list[Pool]:
     """Return the pools of images of one pixel with these fingerprints."""
     pixels = np.zeros((1, 1, 3), np.uint8)
-    members = [
-        SimpleNamespace(identity=number, captions=(), fingerprint=fingerprint)
-        for number, fingerprint in enumerate(fingerprints)
-    ]
+    named = list(enumerate(fingerprints))
+    members = [SimpleNamespace(identity=n, captions=(), fingerprint=fingerprint) for n, fingerprint in named]
     samples = [SimpleNamespace(member=member, pixels=pixels) for member in members]
     monkeypatch.setattr(images_module, "decode_dataset", lambda *args, **options: samples)
     return load_pools(DatasetConfig(Path("data.toml"), Path("cache"), ()), Path("work"), 10**6, 0)

@@ -72,9 +72,8 @@ def test_the_folder_is_complete_and_the_stock_pipeline_loads_it(built: Path) -> 
     weights = built / "vae" / "diffusion_pytorch_model.safetensors"
     assert weights.stat().st_mode & 0o444 == 0o444 & (built / "vae" / "config.json").stat().st_mode
     pipe = StableDiffusion3Pipeline.from_pretrained(built, transformer=None, local_files_only=True)
-    prompt, _, pooled, _ = pipe.encode_prompt(
-        "a red circle", None, None, do_classifier_free_guidance=False, max_sequence_length=24
-    )
+    options = {"do_classifier_free_guidance": False, "max_sequence_length": 24}
+    prompt, _, pooled, _ = pipe.encode_prompt("a red circle", None, None, **options)
     assert prompt.shape[2] == 64
     assert pooled.shape == (1, 64)
     latents = pipe.vae.encode(torch.zeros(1, 3, 32, 32)).latent_dist.mean
@@ -138,17 +137,6 @@ def all_captions(data: Path) -> list[tuple[str, ...]]:
         return [texts for pool in load_pools(load_images(data), Path(folder), 1000, 0) for texts in pool.captions]
 
 
-@pytest.fixture
-def handlers() -> Iterator[None]:
-    """Restore the signal handlers, which a run that is stopped leaves."""
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.getsignal(number) for number in numbers]
-    yield
-    for number, handler in zip(numbers, before, strict=True):
-        signal.signal(number, handler)
-
-
-@pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize(("only", "task"), [("vae", verb.VaeTask), ("text", verb.TextTask)])
 def test_a_signal_stops_inside_a_step(
     only: Any, task: Any, built: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -170,7 +158,6 @@ def test_a_signal_stops_inside_a_step(
         assert (tmp_path / "out" / file.relative_to(built)).read_bytes() == file.read_bytes()
 
 
-@pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize("place", ["load_pools", "channel_statistics"])
 def test_a_signal_stops_it_at_once(place: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:

@@ -204,11 +204,8 @@ def test_counts_and_reconstructions_shown(page: ParsedPage, built: SmallCache, w
     scores = sorted(sample.psnr or 0.0 for sample in written[1].samples)
     assert f"The median is {scores[3]:.1f} dB, the worst {scores[0]:.1f} dB." in page.text
     groups = group_samples(written[1].samples)
-    assert [(title, len(cards)) for title, cards in groups] == [
-        ("Worst reconstructions", 3),
-        ("Median reconstruction", 1),
-        ("Other samples", 3),
-    ]
+    sizes = {"Worst reconstructions": 3, "Median reconstruction": 1, "Other samples": 3}
+    assert [(title, len(cards)) for title, cards in groups] == list(sizes.items())
     assert [card.psnr for _, cards in groups[:2] for card in cards] == scores[:4]
     places = [page.text.index(title) for title, _ in groups]
     assert places == sorted(places)
@@ -233,10 +230,9 @@ def test_only_as_many_shards_as_needed_are_read(tmp_path: Path, built: SmallCach
     square = manifest.shards[0]
     entries = tuple(replace(square, file=f"{number:03d}.safetensors") for number in range(50))
     for entry in entries:
+        copied, original = (folder / "shards" / name for name in (entry.file, square.file))
         for suffix in (".safetensors", ".arrow"):
-            (folder / "shards" / entry.file).with_suffix(suffix).hardlink_to(
-                (folder / "shards" / square.file).with_suffix(suffix)
-            )
+            copied.with_suffix(suffix).hardlink_to(original.with_suffix(suffix))
     replace(manifest, shards=entries).save(folder)
     inspection = inspect_cache(folder, 10, seed=0)
     assert (inspection.stats.shards, inspection.stats.samples, inspection.samples) == (3, 12, 200)

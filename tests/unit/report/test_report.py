@@ -217,10 +217,7 @@ def test_the_table_shows_status_losses_and_speed(write: Write) -> None:
         ([event("start", 0, step=0, total=9), step(3, 1.0)], "at step 3; running, or killed"),
         ([event("start", 0, step=0, total=3), step(3, 1.0)], "finished at step 3"),
         ([event("start", 0, step=0), step(3, 1.0), event("stop", 4, step=3, reason="SIGTERM")], "step 3: SIGTERM"),
-        (
-            [event("stop", 4, step=3, reason="SIGTERM"), event("resume", 5, step=3), step(4, 1.0)],
-            "at step 4; running, or killed",
-        ),
+        ([event("stop", 4, step=3, reason="x"), event("resume", 5, step=3), step(4, 1.0)], "at step 4; running, or "),
         ([step(1, "nan"), step(2, "inf")], "at step 2"),
         ([{"event": "step", "time": 1.8e9, "step": 1}], "at step 1"),
         ([event("new", 0, step=1, thing={"a": 1})], "no step yet"),
@@ -242,10 +239,8 @@ def test_an_incomplete_last_line_is_ignored_and_an_invalid_one_named(write: Writ
 
 def test_validation_losses_and_measurements_have_intervals(write: Write) -> None:
     errors: list[dict[str, Any]] = [{"flow_se": 0.1}, {}, {"flow_se": "nan"}, {"flow_se": 0.2}]
-    evals = [
-        event("eval", 1, step=10 * x, set="held", weights="ema", flow=1.0, **each)
-        for x, each in enumerate(errors, start=1)
-    ]
+    common = {"set": "held", "weights": "ema", "flow": 1.0}
+    evals = [event("eval", 1, step=10 * x, **common, **each) for x, each in enumerate(errors, start=1)]
     chart = validation_charts(stage.run(write(evals)))[0]
     assert "95% interval" in chart.hint
     assert [line.name for line in chart.lines] == ["ema"]
@@ -266,12 +261,8 @@ def test_x_values_follow_samples_and_time_also_across_a_pause(write: Write) -> N
     steps = [event("step", 100 + 3600 * x, step=x, samples=8 * x, loss=1.0) for x in (1, 2)]
     later = [event("step", 100 + 3600 * 9 + x, step=x, samples=8 * x, loss=1.0) for x in (3, 4)]
     table = x_table(stage.run(write([start, *steps, *later])), "id")
-    assert table["rows"] == [
-        (1, 8, 1),
-        (2, 16, 2),
-        (3, 24, pytest.approx(9, abs=0.01)),
-        (4, 32, pytest.approx(9, abs=0.01)),
-    ]
+    later = pytest.approx(9, abs=0.01)
+    assert table["rows"] == [(1, 8, 1), (2, 16, 2), (3, 24, later), (4, 32, later)]
     assert (table["id"], table["reduced"]) == ("id", False)
     without = x_table(stage.run(write([event("step", 5, step=7, loss=1.0)])))
     assert without["rows"] == [(7, 7, 0)]

@@ -97,9 +97,8 @@ def test_events_are_listed_in_the_order_of_time_and_many_are_thinned_out(written
         {"event": "novelty", "step": 3, "thing": 7, "time": 1.8e9 + 5},
     ]
     page, _ = written(events)
-    positions = [
-        page.text.index(text) for text in ("skip", "8.9 GB, training waited 0.4 s", "No space left", "thing 7")
-    ]
+    texts = ("skip", "8.9 GB, training waited 0.4 s", "No space left", "thing 7")
+    positions = list(map(page.text.index, texts))
     assert positions == sorted(positions)
     saves = [{"event": "checkpoint", "step": at, "file": f"step-{at}"} for at in range(5000)]
     resumes = [{"event": "resume", "step": 1, "checkpoint": f"from-{at}"} for at in range(50)]
@@ -114,9 +113,8 @@ def test_grids_have_a_slider_per_kind_of_weights(written: Written, tmp_path: Pat
     page, notes = written([*run(), *drawn, drawn[-1]])
     assert notes == []
     assert [slider["max"] for slider in page.attributes("input") if "name" not in slider] == ["2", "2"]
-    assert [image["alt"] for image in page.attributes("img")] == [
-        f"samples at step {step}" for step in (10, 20, 30)
-    ] * 2
+    names = [f"samples at step {step}" for step in (10, 20, 30)]
+    assert [image["alt"] for image in page.attributes("img")] == 2 * names
     assert "step 30 · 1,920 samples seen" in page.text
 
 

@@ -26,9 +26,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def use_console(monkeypatch: pytest.MonkeyPatch, terminal: bool, width: int = 100) -> io.StringIO:
     screen = io.StringIO()
-    console = Console(
-        file=screen, force_terminal=terminal, width=width, legacy_windows=False, _environ={"TERM": "xterm"}
-    )
+    options = {"legacy_windows": False, "_environ": {"TERM": "xterm"}}
+    console = Console(file=screen, force_terminal=terminal, width=width, **options)
     monkeypatch.setattr("sd3_light.runlog.console.console", console)
     monkeypatch.setattr("sd3_light.runlog.bars.console", console)
     return screen

@@ -58,10 +58,8 @@ def test_numbers_that_are_not_finite_are_strings_and_valid(tmp_path: Path) -> No
         log.event("step", step=2, loss=np.float32(0.5), up=torch.tensor(math.nan), down=np.int64(3))
     lines = (tmp_path / "log.jsonl").read_text().splitlines()
     read = [json.loads(line, parse_constant=lambda constant: pytest.fail(constant)) for line in lines]
-    assert [[event[name] for name in ("loss", "up", "down")] for event in read] == [
-        ["nan", "inf", "-inf"],
-        [0.5, "nan", 3],
-    ]
+    values = [[event[name] for name in ("loss", "up", "down")] for event in read]
+    assert values == [["nan", "inf", "-inf"], [0.5, "nan", 3]]
     line = b'{"event": "step", "loss": "nan", "band": {"0": "inf", "1": null}, "lr": 1e-4}\n'
     assert parse_event(tmp_path / "log.jsonl", 1, line)["loss"] == "nan"
 

@@ -82,6 +82,14 @@ def masked(mask: bytes, outcome: str | Used, data: bytes = b"") -> Case:
     return Case({"a.png": outcome}, files, {"mask_path": "masks"})
 
 
+def in_tar(name: str, outcome: Any, *members: tuple[str, bytes]) -> Case:
+    return Case({f"x.tar/{name}": outcome}, then=tarred(*members))
+
+
+def in_parquet(outcomes: list[Any], columns: dict[str, Any], **keys: Any) -> Case:
+    return Case({f"x.parquet/{n:09d}": end for n, end in enumerate(outcomes)}, {}, keys, parquet(columns))
+
+
 def tarred(*members: tuple[str, bytes]) -> Callable[[Path], object]:
     return lambda root: write_tar(root / "x.tar", members)
 
@@ -158,6 +166,7 @@ def closed(root: Path) -> None:
     (root / "a.png").chmod(0)
 
 
+A, A_TEXT = ("a.png", png()), ("a.txt", b"a caption")
 LONG = " ".join(f"word{n}" for n in range(8000))
 NESTED = "[" * 100_000
 ROWS_WITHOUT_FILE = '{"text": "nameless"}\n{"file": "a.png", "text": "a caption"}'
@@ -275,47 +284,26 @@ CASES: dict[str, Case] = {
     ),
     "a long name of 2^62 bytes": Case(HUGE_HEADER, then=declaring(1 << 62, tarfile.GNUTYPE_LONGNAME)),
     "a PAX header of 2^62 bytes": Case(HUGE_HEADER, then=declaring(1 << 62, tarfile.XHDTYPE)),
-    "a member twice": Case(
-        {"x.tar/a.png": [Used(), "duplicate_key"]},
-        then=tarred(("a.png", png()), ("a.txt", b"a caption"), ("a.png", png()), ("a.txt", b"again")),
-    ),
-    "a member without a caption": Case({"x.tar/a.png": "no_caption"}, then=tarred(("a.png", png()))),
-    "a member without an image": Case({"x.tar/a": "missing_file"}, then=tarred(("a.txt", b"a caption"))),
-    "a member whose image is broken": Case(
-        {"x.tar/a.png": "truncated"}, then=tarred(("a.png", save(noise(), "PNG")[:-3000]), ("a.txt", b"a caption"))
-    ),
-    "a member with a caption of latin-1": Case(
-        {"x.tar/a.png": "caption_not_utf8"}, then=tarred(("./a.png", png()), ("./a.txt", b"caf\xe9"))
-    ),
-    "a member with a dotted name, and a hidden one": Case(
-        {"x.tar/dir/dotted": "missing_file"}, then=tarred(("dir/dotted.name.png", png()), (".hidden", b""))
-    ),
-    "a member whose JSON is broken": Case(
-        {"x.tar/a.png": "bad_caption"}, then=tarred(("a.png", png()), ("a.json", b"{"))
-    ),
+    "a member twice": in_tar("a.png", [Used(), "duplicate_key"], A, A_TEXT, A, ("a.txt", b"again")),
+    "a member without a caption": in_tar("a.png", "no_caption", A),
+    "a member without an image": in_tar("a", "missing_file", A_TEXT),
+    "a member whose image is broken": in_tar("a.png", "truncated", ("a.png", save(noise(), "PNG")[:-3000]), A_TEXT),
+    "a member with a caption of latin-1": in_tar("a.png", "caption_not_utf8", ("./a.png", png()), ("./a.txt", b"\xe9")),
+    "a dotted name of a member": in_tar("dir/dotted", "missing_file", ("dir/dotted.x.png", png()), (".hidden", b"")),
+    "a member whose JSON is broken": in_tar("a.png", "bad_caption", A, ("a.json", b"{")),
     # --- Parquet
     "Parquet without images": Case({"x.parquet": "no_image_column"}, then=parquet({"url": ["u"], "text": ["t"]})),
     "Parquet without captions": Case({"x.parquet": "no_caption_column"}, then=parquet({"image": [png()], "n": [1]})),
     "Parquet without its footer": Case({"x.parquet": "broken_parquet"}, then=cut_parquet),
     "Parquet with a hole": Case({f"x.parquet/{n:09d}": "unreadable" for n in range(3)}, then=hollow_parquet),
     "Parquet that is none": Case({"x.parquet": "broken_parquet"}, {"x.parquet": PAGE}),
-    "a null for an image": Case(
-        {"x.parquet/000000000": Used(), "x.parquet/000000001": "empty_file"},
-        then=parquet({"image": [png(), None], "text": ["a caption", "b"]}),
-    ),
-    "a null for a caption": Case(
-        {"x.parquet/000000000": "no_caption"},
-        then=parquet({"image": [png()], "text": pa.array([None], pa.string())}),  # type: ignore[dict-item]
-    ),
-    "a list of captions": Case(
-        {"x.parquet/000000000": Used(captions=("one", "two"))},
-        then=parquet({"image": [png()], "text": [["one", "two"]]}),
-    ),
-    "a cell above a configured limit": Case(
-        {"x.parquet/000000000": Used(), "x.parquet/000000001": "file_too_large", "x.parquet/000000002": Used()},
-        {},
-        {"max_image_mb": 0.002},
-        parquet({"image": [png(), save(noise(), "PNG"), png()], "text": ["a caption"] * 3}),
+    "a null for an image": in_parquet([Used(), "empty_file"], {"image": [png(), None], "text": ["a caption", "b"]}),
+    "a null for a caption": in_parquet(["no_caption"], {"image": [png()], "text": pa.array([None], pa.string())}),
+    "a list of captions": in_parquet([Used(captions=("one", "two"))], {"image": [png()], "text": [["one", "two"]]}),
+    "a cell above a configured limit": in_parquet(
+        [Used(), "file_too_large", Used()],
+        {"image": [png(), save(noise(), "PNG"), png()], "text": ["a caption"] * 3},
+        max_image_mb=0.002,
     ),
     "a struct whose bytes are a list": Case(
         {"x.parquet": "no_image_column"}, then=parquet({"image": [{"bytes": [1, 2]}], "text": ["a caption"]})

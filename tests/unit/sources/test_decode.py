@@ -91,11 +91,8 @@ def test_results_of_a_batch_are_in_order_including_rejects(tmp_path: Path) -> No
     probes = probe_images(locations)
     assert [probe.reason for probe in probes] == ["", "empty_file", "", "not_an_image", "unreadable"]
     assert "nowhere" in probes[4].detail
-    tasks = [
-        DecodeTask(location, probe, BUCKET)
-        for location, probe in zip(locations, probes, strict=True)
-        if not probe.reason
-    ]
+    each = zip(locations, probes, strict=True)
+    tasks = [DecodeTask(location, probe, BUCKET) for location, probe in each if not probe.reason]
     assert [result.pixels is not None for result in decode_images(tasks)] == [True, True]
 
 

@@ -259,9 +259,8 @@ def test_a_missing_caption_is_written_and_the_sample_is_used(pages: Pages, root:
 def test_excluded_samples_are_listed_in_a_file_that_the_dataset_names(pages: Pages, root: Path) -> None:
     keys = [("key", "images#0/a.png"), ("key", "images#0/evil<b>.png")]
     assert pages.post("change", keys, action="exclude", scope="marked").status_code == 303
-    assert (root / "data.toml").read_bytes() == TOML.replace(
-        "# mine\r\n", '# mine\r\nexclude = "data.exclude.txt"\r\n'
-    ).encode()
+    named = TOML.replace("# mine\r\n", '# mine\r\nexclude = "data.exclude.txt"\r\n')
+    assert (root / "data.toml").read_bytes() == named.encode()
     assert (root / "data.exclude.txt").read_text() == "images#0/a.png\nimages#0/evil<b>.png\n"
     assert load_dataset(root / "data.toml").directories[0].exclude == root / "data.exclude.txt"
     assert names(pages.get()) == ["b", "copy", "sub/c"]
@@ -394,12 +393,8 @@ def test_a_damaged_or_foreign_catalogue_is_not_used(root: Path) -> None:
     listing.write_text('{"parts": []}')
     index = SampleIndex.of_cache(root / "data.cache", sources)
     assert index is not None
-    for query in (
-        Query(),
-        Query("all", text="x", tag="y", where="width > 1"),
-        Query("duplicates"),
-        Query(sort="pixels"),
-    ):
+    queries = (Query(), Query("all", text="x", tag="y", where="width > 1"), Query("duplicates"), Query(sort="pixels"))
+    for query in queries:
         assert len(index.with_misfits().find(query)) == 0
 
 

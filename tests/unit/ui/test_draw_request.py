@@ -25,9 +25,8 @@ def test_axes_have_their_cells_and_labels(tmp_path: Path) -> None:
     request = parsed(columns="lora", columns_values="-1-1:1", rows="prompt", rows_values="cat, dog, ", **chosen)
     cells = [cell for _, cell in request.cells()]
     file = str(LORAS["l"][1])
-    assert [cell.loras for cell in cells[:3]] == [
-        ((file, strength), ("other.safetensors:0.25", None)) for strength in (-1.0, 0.0, 1.0)
-    ]
+    strengths = [((file, strength), ("other.safetensors:0.25", None)) for strength in (-1.0, 0.0, 1.0)]
+    assert [cell.loras for cell in cells[:3]] == strengths
     assert [cell.prompt for cell in cells[::3]] == ["a cat on a cat", "a dog on a dog", "a  on a "]
     assert request.rows.labels == ["cat", "dog", "(without)"]
     assert request.columns.labels == ["LoRA -1", "LoRA 0", "LoRA 1"]

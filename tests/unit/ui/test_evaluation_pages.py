@@ -59,10 +59,8 @@ def test_the_best_and_the_worst_images_are_beside_the_true_ones(tmp_path: Path) 
         assert all([("true" in each) for each in images] == [True, False] for _, images in shown)
     second = cards(evaluation_page(folders, key, View("model", "psnr", "worst"), 2))
     assert [number for number, _ in second] == [str(number) for number in range(PAGE_SIZE, 40)]
-    randoms = [
-        [number for number, _ in cards(evaluation_page(folders, key, View(order="random", seed=seed)))]
-        for seed in (1, 1, 2)
-    ]
+    drawn = [cards(evaluation_page(folders, key, View(order="random", seed=seed))) for seed in (1, 1, 2)]
+    randoms = [[number for number, _ in shown] for shown in drawn]
     assert randoms[0] == randoms[1] != randoms[2]
     with Image.open(evaluated_image(folders, key, "model", 5)) as image:
         assert image.getpixel((0, 0)) == (1, 5, 0)

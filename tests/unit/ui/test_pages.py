@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from PIL import Image
@@ -108,14 +109,8 @@ def test_a_damaged_or_lost_run_does_not_hide_the_others(runs: Path, monkeypatch:
 
 
 def test_only_the_new_lines_of_a_log_are_read(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers: list[int] = []
-    parse = run_log.parse_event
-
-    def counting(path: Path, number: int, line: bytes) -> dict[str, Any]:
-        numbers.append(number)
-        return parse(path, number, line)
-
-    monkeypatch.setattr(run_log, "parse_event", counting)
+    parse = Mock(wraps=run_log.parse_event)
+    monkeypatch.setattr(run_log, "parse_event", parse)
     folders, log = Folders([runs]), runs / "first" / "log.jsonl"
     run_page(folders, folder_id(runs / "first"))
     for step in (41, 42):
@@ -123,9 +118,9 @@ def test_only_the_new_lines_of_a_log_are_read(runs: Path, monkeypatch: pytest.Mo
         record = {"event": "step", "step": step, "samples": 4 * step, "loss": 0.5, "time": 1.8e9 + step}
         with log.open("a") as file:
             file.write(json.dumps(record) + "\n")
-        numbers.clear()
+        parse.reset_mock()
         run_page(folders, folder_id(runs / "first"))
-        assert set(numbers) == {num_lines + 1}
+        assert {call.args[1] for call in parse.call_args_list} == {num_lines + 1}
         assert f"at step {step}" in ParsedPage(runs_page(folders)).text
     folders = Folders([runs])
     report = folders.report(runs / "first")

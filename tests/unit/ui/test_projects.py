@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -56,11 +57,8 @@ def test_configs_are_found_and_other_files_are_not(served: Path, tmp_path: Path)
     for kind in ("pipe", "device", "socket", "loop"):
         SPECIAL[kind](served / f"{kind}.toml")
     listed = Projects(Folders([served])).listed.get()
-    assert {path.name: kind for path, kind in listed.configs.items()} == {
-        "broken.toml": "train",
-        "data.toml": "dataset",
-        "train.toml": "train",
-    }
+    kinds = {path.name: kind for path, kind in listed.configs.items()}
+    assert kinds == {"broken.toml": "train", "data.toml": "dataset", "train.toml": "train"}
     assert served / "images" in listed.images
     page = opened(served).get("/projects").text
     assert f'href="{path_of(served / "train.toml")}"' in page
@@ -232,10 +230,7 @@ def test_a_plan_that_fails_says_why(served: Path, form: dict[str, str], problem:
 
 
 def test_a_crash_of_a_plan_is_shown(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def crash(*_: object) -> None:
-        raise ZeroDivisionError("x")
-
-    monkeypatch.setattr("sd3_light.ui.projects._fill", crash)
+    monkeypatch.setattr("sd3_light.ui.projects._fill", Mock(side_effect=ZeroDivisionError("x")))
     assert "ZeroDivisionError; this is a bug in sd3-light" in planned(opened(served), served)[1]
 
 

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -57,11 +58,7 @@ def test_a_file_that_changed_since_it_was_read_is_not_written(root: Path) -> Non
 def test_a_failed_write_leaves_the_file(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = root / "a.toml"
     _, version = ServedFiles([root]).read_config(path)
-
-    def full(handle: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(served_files.os, "fsync", full)
+    monkeypatch.setattr(served_files.os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
     refused("No space left", ServedFiles([root]).save_config, path, "b\n", version)
     assert path.read_text() == "a = 1\n"
     assert len(list(root.iterdir())) == 2, "no temporary file stays"

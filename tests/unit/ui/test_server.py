@@ -107,9 +107,8 @@ def test_with_a_token_every_request_needs_it(runs: Path) -> None:
     assert "samesite=strict" in cookie
     assert client.get("/").status_code == 200  # the client keeps the cookie
     clients = [client_of(site_of(runs), token, f"http://127.0.0.1:{port}") for port, token in ((1, "a"), (2, "b"))]
-    cookies = [
-        client.get(f"/?token={token}").headers["set-cookie"] for client, token in zip(clients, "ab", strict=True)
-    ]
+    pairs = zip(clients, "ab", strict=True)
+    cookies = [client.get(f"/?token={token}").headers["set-cookie"] for client, token in pairs]
     jar = "; ".join(cookie.partition(";")[0] for cookie in cookies)
     for client in clients:
         client.cookies.clear()

@@ -58,9 +58,8 @@ def test_captions_make_a_round_trip() -> None:
     expected = parse_caption("a small red ring on a white background")
     assert parse_caption("  A small  red ring on a White background. ") == expected
     assert parse_caption("白色背景上有一个小的红色圆环。") == expected
-    assert parse_caption("灰色背景上, 红色圆形在蓝色正方形的左边") == parse_caption(
-        "a red circle left of a blue square on a grey background"
-    )
+    english = "a red circle left of a blue square on a grey background"
+    assert parse_caption("灰色背景上, 红色圆形在蓝色正方形的左边") == parse_caption(english)
 
 
 @pytest.mark.parametrize(
