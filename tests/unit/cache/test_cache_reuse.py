@@ -421,10 +421,8 @@ def test_a_dry_run_reports_what_is_encoded(project: Project, log: Path, capsys: 
     report, _ = update(project, log)
     values = report.values
     assert values == ValueCounts(1, report.encoded - 1, 1, values.copied_captions)
-    for name, encoded, copied in (
-        ("images", values.images, values.copied_images),
-        ("captions", values.captions, values.copied_captions),
-    ):
+    counts = {"images": (values.images, values.copied_images), "captions": (values.captions, values.copied_captions)}
+    for name, (encoded, copied) in counts.items():
         assert f" {encoded} " in lines[name], shown[1]
         assert f"encoded; {copied} are copied" in lines[name]
     copied = f"{values.copied_images} images and {values.copied_captions} captions copied from old shards"

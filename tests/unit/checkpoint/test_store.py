@@ -242,9 +242,8 @@ def test_a_kill_while_old_checkpoints_are_deleted(tmp_path: Path, monkeypatch: p
 
 def test_incomplete_checkpoints_are_ignored_and_listed(tmp_path: Path) -> None:
     complete = save(tmp_path, 5, 5)
-    without_index, without_file, short, torn = (
-        Path(shutil.copytree(complete, tmp_path / checkpoint_name(step))) for step in (6, 7, 8, 9)
-    )
+    places = [tmp_path / checkpoint_name(step) for step in (6, 7, 8, 9)]
+    without_index, without_file, short, torn = (Path(shutil.copytree(complete, place)) for place in places)
     (without_index / INDEX).unlink()
     (without_file / "rank-00000.safetensors").unlink()
     with open(short / "rank-00000.safetensors", "ab") as file:

@@ -12,6 +12,12 @@ MODEL = {"diffusers_path": '"folder"', "train_type": '"sd3_light_pretrain"'}
 DATASET = 'resolutions = [256]\n[[directory]]\npath = "images"\n'
 
 
+def faults_of(path: Path, overrides: tuple[str, ...] = ()) -> tuple[Fault, ...]:
+    with pytest.raises(ConfigFaults) as caught:
+        load_config(path, overrides)
+    return caught.value.faults
+
+
 class Files:
     def __init__(self, folder: Path):
         self.folder = folder
@@ -32,9 +38,7 @@ class Files:
     def faults(
         self, top: str = "", model: str = "", tables: str = "", dataset: str = DATASET, overrides: tuple[str, ...] = ()
     ) -> tuple[Fault, ...]:
-        with pytest.raises(ConfigFaults) as caught:
-            load_config(self.write(top, model, tables, dataset), overrides)
-        return caught.value.faults
+        return faults_of(self.write(top, model, tables, dataset), overrides)
 
 
 @pytest.fixture

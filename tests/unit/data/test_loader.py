@@ -130,9 +130,7 @@ def count_when_idle(dataset: Counting, at_least: int) -> int:
 def test_workers_prepare_at_most_prefetch_items(workers: int, prefetch: int) -> None:
     """Host memory is bounded by workers x prefetch micro-batches (law 10)."""
     dataset = Counting()
-    loader = PipelineDataLoader(
-        dataset, object(), 1, PLAIN, num_dataloader_workers=workers, prefetch_batches_per_worker=prefetch
-    )
+    loader = PipelineDataLoader(dataset, object(), 1, PLAIN, workers, prefetch)
     assert loader.dataloader.prefetch_factor == prefetch
     batches = loader.steps()
     for taken in (1, 2):
@@ -243,9 +241,7 @@ def test_a_dead_worker_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_batches_of_a_dead_worker_are_prepared_without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
     lost: list[UserError] = []
-    loader = PipelineDataLoader(
-        faulty("killed"), None, 1, IDENTITY, 2, prefetch_batches_per_worker=2, on_lost_worker=lost.append
-    )
+    loader = PipelineDataLoader(faulty("killed"), None, 1, IDENTITY, 2, 2, on_lost_worker=lost.append)
     before = set(multiprocessing.active_children())
     assert [int(features["x"]) for features, _ in loader] == list(range(8)), "in order, each once"
     (error,) = lost

@@ -95,10 +95,8 @@ def test_added_images_change_no_side(tmp_path_factory: pytest.TempPathFactory, s
         rng.shuffle(rows)  # type: ignore[arg-type]
         sides = divide(rows, record)
         assert before.items() <= sides.items()
-        # more only if every group is larger than that
-        assert len(held(sides)) <= max(
-            largest_split(len(rows)), len(held(before)), 0 if held(before) else len(rows) // 2
-        )
+        most = 0 if held(before) else len(rows) // 2  # more only if every group is larger than that
+        assert len(held(sides)) <= max(largest_split(len(rows)), len(held(before)), most)
         assert divide(rows, record) == sides, "a second run decides the same"
         before = sides
 

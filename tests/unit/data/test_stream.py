@@ -152,14 +152,12 @@ def test_the_window_bounds_the_open_shards(make_cache: MakeCache) -> None:
 
 def test_open_shards_are_reused(make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
     data = make_cache(sizes=(8, 8))
-    opened: list[str] = []
-    real = CachedDataset.new_reader
-    monkeypatch.setattr(
-        CachedDataset, "new_reader", lambda self, entry, *more: opened.append(entry.file) or real(self, entry, *more)
-    )
+    opener = Mock(wraps=data.new_reader)
+    monkeypatch.setattr(data, "new_reader", opener)
     for epoch in range(3):
         steps_of(data, order_of(data), epoch)
-    assert sorted(opened) == sorted(entry.file for entry in data.manifest.shards)
+    opened = sorted(call.args[0].file for call in opener.call_args_list)
+    assert opened == sorted(entry.file for entry in data.manifest.shards)
 
 
 def test_the_least_recently_used_shard_is_closed_first(make_cache: MakeCache) -> None:

@@ -342,9 +342,8 @@ def test_the_state_of_a_model_and_files_written_by_diffusers(live: SD3Transforme
     rslora = next(iter(lora_modules(live).values())).scale == ALPHA / RANK**0.5
     assert same(from_peft(adapter_state(live), ALPHA, rslora), lora_modules(live))
     state = get_peft_model_state_dict(live)
-    StableDiffusion3Pipeline.save_lora_weights(
-        tmp_path / "with", state, transformer_lora_adapter_metadata=live.peft_config["default"].to_dict()
-    )
+    about = {"transformer_lora_adapter_metadata": live.peft_config["default"].to_dict()}
+    StableDiffusion3Pipeline.save_lora_weights(tmp_path / "with", state, **about)
     assert same(read_lora(tmp_path / "with").modules, lora_modules(live))
     StableDiffusion3Pipeline.save_lora_weights(tmp_path / "without", state)
     assert {module.scale for module in read_lora(tmp_path / "without").modules.values()} == {1.0}

@@ -104,9 +104,8 @@ def numbered(count: int, held_out: int, captions: int = 1, texts: Sequence[str] 
     total = captions * count
     ids = torch.arange(total)[:, None].expand(total, 4)
     words = tuple(texts or map(str, range(total)))
-    return CaptionedImages(
-        pixels, words, np.arange(0, total + 1, captions), (ids, ids, ids), torch.ones(total, dtype=torch.long), held_out
-    )
+    first, lengths = np.arange(0, total + 1, captions), torch.ones(total, dtype=torch.long)
+    return CaptionedImages(pixels, words, first, (ids, ids, ids), lengths, held_out)
 
 
 def circle(degrees: Sequence[float]) -> Tensor:

@@ -244,9 +244,8 @@ def test_validation_losses_and_measurements_have_intervals(write: Write) -> None
     chart = validation_charts(stage.run(write(evals)))[0]
     assert "95% interval" in chart.hint
     assert [line.name for line in chart.lines] == ["ema"]
-    assert chart.lines[0].interval == [
-        (x, *(pytest.approx(1 + end * 1.96 * error) for end in (-1, 1))) for x, error in ((10, 0.1), (40, 0.2))
-    ]
+    ends = {10: (1 - 0.196, 1 + 0.196), 40: (1 - 0.392, 1 + 0.392)}
+    assert chart.lines[0].interval == [(x, pytest.approx(low), pytest.approx(high)) for x, (low, high) in ends.items()]
     value = {"value": 2.0, "low": 1.0, "high": 3.0}
     events = [event("metrics", 1, step=x, set="held", weights="ema", kid=value, retrieval=None) for x in (10, 20)]
     report = stage.run(write(events))

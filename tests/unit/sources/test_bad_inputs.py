@@ -362,10 +362,8 @@ def test_every_kind_of_input_has_the_expected_outcome(tmp_path: Path, kind: str)
     case.then(root)
     keys = {key: root / value if key in ("mask_path", "rejected") else value for key, value in case.keys.items()}
     ends = outcomes(directory(root, **keys))
-    expected = {
-        name.encode("utf-8", "backslashreplace").decode(): end if isinstance(end, list) else [end]
-        for name, end in case.outcome.items()
-    }
+    named = {name.encode("utf-8", "backslashreplace").decode(): end for name, end in case.outcome.items()}
+    expected = {name: end if isinstance(end, list) else [end] for name, end in named.items()}
     assert sorted(ends) == sorted(expected)
     for name, wanted in expected.items():
         for end, expected in zip(ends[name], wanted, strict=True):

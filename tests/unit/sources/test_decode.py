@@ -10,17 +10,10 @@ import pytest
 from PIL import Image
 
 from sd3_light.data.cache_plan import sample_fingerprint
+from sd3_light.sources import decode as module
 from sd3_light.sources.buckets import Bucket, resize_for
 from sd3_light.sources.catalogue import InputRow
-from sd3_light.sources.decode import (
-    Decoded,
-    DecodeTask,
-    Probe,
-    SampleLocation,
-    content_digest,
-    decode_images,
-    probe_images,
-)
+from sd3_light.sources.decode import DecodeTask, Probe, SampleLocation, content_digest, decode_images, probe_images
 from sd3_light.sources.preprocess import decode, decode_mask, fit, fit_mask
 from sd3_light.sources.records import FileBytes
 from tests.unit.sources.inputs import exif, halves, noise, palette, save
@@ -40,7 +33,7 @@ def probe_one(location: SampleLocation) -> Probe:
     return probe
 
 
-def decoded(location: SampleLocation, bucket: Bucket = BUCKET) -> Decoded:
+def decoded(location: SampleLocation, bucket: Bucket = BUCKET) -> module.Decoded:
     (result,) = decode_images([DecodeTask(location, probe_one(location), bucket)])
     return result
 

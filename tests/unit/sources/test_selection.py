@@ -22,10 +22,8 @@ LABELS = ["cat", "dog", "cat", "cat", "bird"]
 
 def rows() -> list[dict[str, Any]]:
     pairs = zip(SCORES, LABELS, strict=True)
-    return [
-        {"file_name": f"{n}.png", "text": f"row {n}", "Aesthetic": score, "label": label}
-        for n, (score, label) in enumerate(pairs)
-    ]
+    scores = [{"Aesthetic": score, "label": label} for score, label in pairs]
+    return [{"file_name": f"{n}.png", "text": f"row {n}", **each} for n, each in enumerate(scores)]
 
 
 def as_jsonl(root: Path) -> None:

@@ -7,14 +7,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from sd3_light.ui.evaluation_pages import (
-    PAGE_SIZE,
-    View,
-    evaluated_image,
-    evaluation_page,
-    evaluations_page,
-    read_evaluation,
-)
+from sd3_light.ui import evaluation_pages as module
+from sd3_light.ui.evaluation_pages import PAGE_SIZE, View, evaluated_image, evaluation_page, read_evaluation
 from sd3_light.ui.folders import Folders, folder_id
 from tests.refusals import refused
 from tests.unit.pages.parsed_page import ParsedPage
@@ -46,7 +40,7 @@ def cards(page: str) -> list[tuple[str, list[str]]]:
 def test_the_best_and_the_worst_images_are_beside_the_true_ones(tmp_path: Path) -> None:
     folder = write_evaluation(tmp_path / "eval")
     folders, key = Folders([tmp_path]), folder_id(folder)
-    assert "eval" in evaluations_page(folders)
+    assert "eval" in module.evaluations_page(folders)
     for score, order, expected in (
         ("distance", "best", ["0", "7", "14"]),
         ("distance", "worst", ["6", "13", "20"]),
