@@ -95,9 +95,6 @@ def dataset_config(world: World, folder: Path, rng: random.Random) -> Command:
     return ["check", folder / "train.toml"]
 
 
-# --- data ----------------------------------------------------------------------------------------
-
-
 def _row(world: World, rng: random.Random, name: str) -> dict[str, Any]:
     caption = "a red circle" if rng.random() < 0.8 else odd(rng)
     row = {rng.choice(("file_name", "image", "path")): name, rng.choice(("text", "caption", "prompt")): caption}
@@ -154,19 +151,14 @@ def parquet(world: World, folder: Path, rng: random.Random) -> Command:
     kinds: list[Any] = [images, [{"bytes": data, "path": "x"} for data in images], ["x"] * 4]
     texts: list[Any] = [["a circle"] * 4, [["a", "b"]] * 4, [None, "a", "b", ""], [1, 2, 3, 4], [b"\xff"] * 4]
     column = texts[0] if rng.random() < 0.7 else rng.choice(texts)
-    table = pa.table(
-        {rng.choice(("image", "jpg", "x")): rng.choice((kinds[0], *kinds)), rng.choice(("text", "caption")): column}
-    )
+    image = rng.choice(("image", "jpg", "x"))
+    table = pa.table({image: rng.choice((kinds[0], *kinds)), rng.choice(("text", "caption")): column})
     buffer = io.BytesIO()
-    pq.write_table(
-        table, buffer, compression=rng.choice(("none", "snappy", "zstd")), row_group_size=rng.choice((1, 100))
-    )
+    compression = rng.choice(("none", "snappy", "zstd"))
+    pq.write_table(table, buffer, compression=compression, row_group_size=rng.choice((1, 100)))
     data = buffer.getvalue()
     (folder / "images.parquet").write_bytes(mutate_bytes(data, rng) if rng.random() < 0.4 else data)
     return _scan(world, folder, rng, "images.parquet")
-
-
-# --- models --------------------------------------------------------------------------------------
 
 
 def _mutated_header(data: bytes, rng: random.Random) -> bytes:
@@ -226,9 +218,6 @@ def model_folder(world: World, folder: Path, rng: random.Random) -> Command:
         (folder / "train.toml").write_text(text.replace('init = "random"', f'init = "{model}"\nnum_layers = 1'))
         return ["check", folder / "train.toml"]
     return ["convert", model, folder / "out" / "single.safetensors", *rng.choice(([], ["--text-encoders"]))]
-
-
-# --- our own files -------------------------------------------------------------------------------
 
 
 def manifest(world: World, folder: Path, rng: random.Random) -> Command:

@@ -34,9 +34,7 @@ def live_denoiser(config: dict[str, Any], seed: int = 0) -> SD3Transformer2DMode
     return transformer.eval()
 
 
-def add_trained_adapter(
-    transformer: SD3Transformer2DModel, config: AdapterConfig, size: float = 0.05
-) -> SD3Transformer2DModel:
+def add_trained_adapter(transformer: Any, config: AdapterConfig, size: float = 0.05) -> SD3Transformer2DModel:
     add_adapter(transformer, config, 0)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():

@@ -338,9 +338,7 @@ def test_a_nan_part_is_named(demo_parts: Path, tmp_path: Path, state: State, mon
     assert not (tmp_path / "out").exists()
 
 
-def test_a_clean_process_has_its_group_and_its_warnings_no_blame(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_clean_process_has_its_own_group_and_no_blame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in a terminal signals the whole group of the trainer."""
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\necho a warning >&2\necho $(ps -o pgid= -p $$) > {tmp_path}/group\nkill -9 $$\n")

@@ -271,9 +271,9 @@ def test_layouts_convert_bit_for_bit_and_load_into_an_adapter(live: SD3Transform
 
 
 def test_fusing_concatenates_and_is_block_diagonal_and_is_undone(tmp_path: Path) -> None:
-    parts = {
-        name: LoraModule(noise(2, 128, seed=i), noise(128, 2, seed=9 + i), 0.5) for i, name in enumerate((Q, K, V))
-    }
+    parts = {}
+    for i, name in enumerate((Q, K, V)):
+        parts[name] = LoraModule(noise(2, 128, seed=i), noise(128, 2, seed=9 + i), 0.5)
     file = load_file(write_lora(tmp_path / "lora.safetensors", parts, layout="kohya"))
     assert file.keys() == {f"{KOHYA_QKV}.{end}" for end in ("lora_down.weight", "lora_up.weight", "alpha")}
     assert torch.equal(file[f"{KOHYA_QKV}.lora_down.weight"], torch.cat([part.down for part in parts.values()]))

@@ -16,9 +16,7 @@ SD3 = family_named("sd3")
 
 
 @pytest.mark.parametrize(("limit", "length"), [(512, 256), (16, 16), (1e30, 256), (None, 256)])
-def test_a_folder_without_facts_is_read_to_its_tokenizers_limit(
-    tmp_path: Path, limit: float | None, length: int
-) -> None:
+def test_a_folder_without_facts_has_its_tokenizers_limit(tmp_path: Path, limit: float | None, length: int) -> None:
     if limit is not None:
         (tmp_path / "tokenizer_3").mkdir()
         (tmp_path / "tokenizer_3" / "tokenizer_config.json").write_text(json.dumps({"model_max_length": limit}))

@@ -163,9 +163,7 @@ class Float32Bytes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("family", ["sd3", "flux", "wan"])
-def test_frozen_never_float32(
-    folder_of: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
-) -> None:
+def test_never_in_float32(folder_of: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     config = config_of(folder_of(family, torch.float32), tmp_path, rank=1)
     start = family_of(config.model).weights.start(config.model)
     with Float32Bytes() as before:

@@ -138,20 +138,10 @@ def test_an_unusable_mask_rejects_its_sample(tmp_path: Path, mask: bytes, reason
 
 def test_digests_differ_for_every_mask_and_for_no_mask() -> None:
     """An empty mask rejects a sample, which must not stay rejected when the empty file is removed."""
-    contents = [
-        (b"ab", None),
-        (b"ab", b""),
-        (b"ab", b"c"),
-        (b"a", b"bc"),
-        (b"abc", None),
-        (b"abmask", None),
-        (b"", b""),
-    ]
-    rows = [
-        InputRow("key", digest=content_digest(image), mask_digest="" if mask is None else content_digest(mask))
-        for image, mask in contents
-    ]
-    assert len({sample_fingerprint(row, ()) for row in rows}) == len(contents)
+    pairs = [(b"ab", None), (b"ab", b""), (b"ab", b"c"), (b"a", b"bc"), (b"abc", None), (b"abmask", None), (b"", b"")]
+    digests = [(content_digest(image), "" if mask is None else content_digest(mask)) for image, mask in pairs]
+    rows = [InputRow("key", digest=image, mask_digest=mask) for image, mask in digests]
+    assert len({sample_fingerprint(row, ()) for row in rows}) == len(pairs)
 
 
 def test_workers_do_not_import_torch() -> None:
