@@ -1,11 +1,19 @@
 """Contents of shards for tests."""
 
+import json
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
 from sd3_light.core.columns import CAPTION, MASK, Column
 from sd3_light.data.shards import ShardContent
+
+
+def header_of(data: bytes) -> tuple[dict[str, Any], bytes]:
+    """Return the header of a safetensors file and its values."""
+    length = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + length]), data[8 + length :]
 
 
 def dtype_name(tensor: Tensor) -> str:

@@ -21,7 +21,6 @@ _SEEDS = (0, 1, 2, 3, 5, 16, 100)
 
 
 def nested(depth: int) -> list[Any]:
-    """Return a list in a list in a list."""
     value: list[Any] = []
     for _ in range(depth):
         value = [value]
@@ -29,7 +28,6 @@ def nested(depth: int) -> list[Any]:
 
 
 def odd(rng: random.Random) -> Any:
-    """Return a value of any type."""
     return nested(rng.choice((10, 90, 200))) if rng.random() < 0.05 else copy.deepcopy(rng.choice(ODD))
 
 

@@ -32,8 +32,6 @@ _OUTPUTS = ("out", "cache")
 
 @dataclass(frozen=True)
 class Case:
-    """One input of a target."""
-
     target: str
     seed: int
     number: int
@@ -133,7 +131,6 @@ def fuzz(world: World, options: argparse.Namespace, scratch: Path) -> int:
 
 
 def main() -> None:
-    """Parse the arguments and run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=5)
     parser.add_argument("--cases", type=int, default=-1, help="stop after this many")

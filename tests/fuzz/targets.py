@@ -86,17 +86,13 @@ def dataset_config(world: World, folder: Path, rng: random.Random) -> Command:
     """A dataset TOML with one or two directories."""
     raw = _project(world, folder)
     data: dict[str, Any] = {"directory": [{"path": "images"} for _ in range(rng.choice((1, 1, 2)))]}
-    data |= rng.choice(
-        ({"size_buckets": [[64, 64]]}, {"resolutions": [64]}, {"resolutions": [64], "enable_ar_bucket": True})
-    )
+    sizes = ({"size_buckets": [[64, 64]]}, {"resolutions": [64]}, {"resolutions": [64], "enable_ar_bucket": True})
+    data |= rng.choice(sizes)
     set_keys(data, DatasetDefaults, rng, rng.choice((0, 1, 2)), valid_share=0.85)
     set_keys(data["directory"][0], DirectoryConfig, rng, rng.choice((0, 0, 1, 2)), valid_share=0.85)
     _write_toml(folder / "data.toml", _without_none(data), rng)
     _write_toml(folder / "train.toml", raw, random.Random(0))
     return ["check", folder / "train.toml"]
-
-
-# --- data ----------------------------------------------------------------------------------------
 
 
 def _row(world: World, rng: random.Random, name: str) -> dict[str, Any]:
@@ -113,7 +109,6 @@ def _scan(world: World, folder: Path, rng: random.Random, source: str = "images"
 
 
 def caption_table(world: World, folder: Path, rng: random.Random) -> Command:
-    """A caption table beside images: JSON, JSON lines or CSV."""
     images = folder / "images"
     images.mkdir()
     for name, data in world.images[:4]:
@@ -135,7 +130,6 @@ def caption_table(world: World, folder: Path, rng: random.Random) -> Command:
 
 
 def tar(world: World, folder: Path, rng: random.Random) -> Command:
-    """A WebDataset tar."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=rng.choice((tarfile.USTAR_FORMAT, tarfile.PAX_FORMAT))) as file:
         for name, data in world.images[:4]:
@@ -152,25 +146,19 @@ def tar(world: World, folder: Path, rng: random.Random) -> Command:
 
 
 def parquet(world: World, folder: Path, rng: random.Random) -> Command:
-    """A Parquet file with images."""
     images: list[Any] = [data for _, data in world.images[:4]]
     images = [rng.choice((data, b"", None)) if rng.random() < 0.1 else data for data in images]
     kinds: list[Any] = [images, [{"bytes": data, "path": "x"} for data in images], ["x"] * 4]
     texts: list[Any] = [["a circle"] * 4, [["a", "b"]] * 4, [None, "a", "b", ""], [1, 2, 3, 4], [b"\xff"] * 4]
     column = texts[0] if rng.random() < 0.7 else rng.choice(texts)
-    table = pa.table(
-        {rng.choice(("image", "jpg", "x")): rng.choice((kinds[0], *kinds)), rng.choice(("text", "caption")): column}
-    )
+    image = rng.choice(("image", "jpg", "x"))
+    table = pa.table({image: rng.choice((kinds[0], *kinds)), rng.choice(("text", "caption")): column})
     buffer = io.BytesIO()
-    pq.write_table(
-        table, buffer, compression=rng.choice(("none", "snappy", "zstd")), row_group_size=rng.choice((1, 100))
-    )
+    compression = rng.choice(("none", "snappy", "zstd"))
+    pq.write_table(table, buffer, compression=compression, row_group_size=rng.choice((1, 100)))
     data = buffer.getvalue()
     (folder / "images.parquet").write_bytes(mutate_bytes(data, rng) if rng.random() < 0.4 else data)
     return _scan(world, folder, rng, "images.parquet")
-
-
-# --- models --------------------------------------------------------------------------------------
 
 
 def _mutated_header(data: bytes, rng: random.Random) -> bytes:
@@ -194,7 +182,6 @@ def _mutated_header(data: bytes, rng: random.Random) -> bytes:
 
 
 def lora(world: World, folder: Path, rng: random.Random) -> Command:
-    """A LoRA file."""
     (folder / "lora.safetensors").write_bytes(_mutated_header(world.lora.read_bytes(), rng))
     (folder / "out").mkdir()
     layout = rng.choice(("diffusers", "kohya", "peft"))
@@ -202,23 +189,14 @@ def lora(world: World, folder: Path, rng: random.Random) -> Command:
 
 
 def single_file(world: World, folder: Path, rng: random.Random) -> Command:
-    """A single file."""
     path = folder / "single.safetensors"
     path.write_bytes(_mutated_header(world.single_file.read_bytes(), rng))
     (folder / "out").mkdir()
     if rng.random() < 0.5:
         _project(world, folder)
         shutil.copy(world.project.train_toml, folder / "train.toml")
-        return [
-            "check",
-            folder / "train.toml",
-            "--set",
-            f"model.init={path}",
-            "--set",
-            "model.size=tiny2",
-            "--set",
-            "model.num_layers=1",
-        ]
+        options = (f"model.init={path}", "model.size=tiny2", "model.num_layers=1")
+        return ["check", folder / "train.toml", *(word for option in options for word in ("--set", option))]
     return ["convert", path, folder / "out" / "model", "--base", world.model]
 
 
@@ -240,9 +218,6 @@ def model_folder(world: World, folder: Path, rng: random.Random) -> Command:
         (folder / "train.toml").write_text(text.replace('init = "random"', f'init = "{model}"\nnum_layers = 1'))
         return ["check", folder / "train.toml"]
     return ["convert", model, folder / "out" / "single.safetensors", *rng.choice(([], ["--text-encoders"]))]
-
-
-# --- our own files -------------------------------------------------------------------------------
 
 
 def manifest(world: World, folder: Path, rng: random.Random) -> Command:
@@ -290,7 +265,6 @@ def checkpoint_index(world: World, folder: Path, rng: random.Random) -> Command:
 
 
 def log(world: World, folder: Path, rng: random.Random) -> Command:
-    """The log of a run."""
     lines = (world.run.run / "log.jsonl").read_text(encoding="utf-8").splitlines()
     events = [json.loads(line) for line in lines]
     events = [mutate_json(event, rng) if rng.random() < 0.1 else event for event in events]

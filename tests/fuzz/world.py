@@ -60,28 +60,24 @@ class World:
 
     @cached_property
     def cached(self) -> Project:
-        """The project with its cache."""
         project = self.project.copy(self.root / "cached_project")
         _run("cache", project.train_toml)
         return project
 
     @cached_property
     def single_file(self) -> Path:
-        """The model as a single file."""
         path = self.root / "single.safetensors"
         _run("convert", self.model, path)
         return path
 
     @cached_property
     def lora(self) -> Path:
-        """A LoRA of two layers."""
         names = ("transformer_blocks.0.attn.to_q", "transformer_blocks.0.attn.to_v")
         modules = {name: LoraModule(torch.ones(2, 128), torch.ones(128, 2)) for name in names}
         return write_lora(self.root / "lora.safetensors", modules)
 
     @cached_property
     def images(self) -> list[tuple[str, bytes]]:
-        """Names and bytes of the images."""
         return [(path.name, path.read_bytes()) for path in sorted(self.project.images.glob("*.png"))]
 
     def linked_model(self, target: Path) -> Path:

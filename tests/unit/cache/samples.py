@@ -36,12 +36,11 @@ def shard_of(project: Project, name: str) -> Path:
 
 
 def readers(project: Project) -> Iterator[tuple[ShardEntry, ShardReader]]:
-    """Yield each shard of the manifest, open."""
     for entry in Manifest.load(project.cache).shards:
         yield entry, ShardReader(project.cache / SHARDS / entry.file, entry)
 
 
-def damage(path: Path) -> None:
+def harm(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
 
 

@@ -2,9 +2,11 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -16,6 +18,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.data.manifest import MANIFEST, SHARDS, ShardEntry, read_entry
 from sd3_light.data.store import remote
 from tests.object_store import ObjectStore, object_store
+from tests.refusals import refused
 
 FILE = "images-64x64-abc.safetensors"
 
@@ -36,7 +39,6 @@ def store(server: ObjectStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 def write_files(folder: Path, data: bytes = b"tensors" * 100) -> ShardEntry:
-    """Write the files of a shard as the cache stage does."""
     path = folder / SHARDS / FILE
     path.write_bytes(data)
     path.with_suffix(".arrow").write_bytes(b"table")
@@ -97,9 +99,7 @@ def test_a_killed_upload_of_a_rebuilt_shard_leaves_no_shard(tmp_path: Path, monk
             assert read_entry(folder / SHARDS, FILE) is None, "the new hash with the old bytes"
 
 
-def test_a_shard_that_arrives_damaged_is_not_kept(
-    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_arrival_is_not_kept(store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     upload = build_folder.RemoteBuildFolder._upload
 
     def damaging(place: build_folder.RemoteBuildFolder, name: str) -> None:
@@ -110,8 +110,7 @@ def test_a_shard_that_arrives_damaged_is_not_kept(
     monkeypatch.setattr(build_folder.RemoteBuildFolder, "_upload", damaging)
     with open_build_folder(store.url, tmp_path / "a") as place:
         write_files(place.folder)
-        with pytest.raises(UserError, match="is damaged: expected 700 bytes"):
-            place.push_shard(FILE)
+        refused("is damaged: expected 700 bytes", place.push_shard, FILE)
     assert FILE not in names(store)
 
 
@@ -128,26 +127,19 @@ def push_rebuilt(place: BuildFolder) -> None:
         ("info", push_rebuilt),
     ],
 )
-def test_a_store_that_may_not_be_read_is_a_user_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, work: Callable[[BuildFolder], object]
-) -> None:
-    def forbidden(*_: object, **__: object) -> None:
-        raise PermissionError("Access Denied")
-
+def test_a_store_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, work: Any) -> None:
     url = f"memory://{tmp_path.name}/cache"
     with open_build_folder(url, tmp_path / "a") as place:
         write_files(place.folder)
         place.push_shard(FILE)
-        monkeypatch.setattr(MemoryFileSystem, method, forbidden)
-        with pytest.raises(UserError, match=rf"^no permission to read {url}.*Access Denied.*; check the network"):
-            work(place)
+        monkeypatch.setattr(MemoryFileSystem, method, Mock(side_effect=PermissionError("Access Denied")))
+        refused(rf"^no permission to read {url}.*Access Denied.*; check the network", work, place)
 
 
 def test_a_missing_bucket_is_named(store: ObjectStore, tmp_path: Path) -> None:
     with open_build_folder("s3://no-such-bucket/cache", tmp_path / "a") as place:
         write_files(place.folder)
-        with pytest.raises(UserError, match=r"^cannot write s3://no-such-bucket/.*; create it, or correct cache_dir$"):
-            place.push_shard(FILE)
+        refused(r"^cannot write s3://no-such-bucket/.*; create it, or correct cache_dir$", place.push_shard, FILE)
 
 
 def test_a_manifest_is_replaced_only_if_it_is_the_known_one(store: ObjectStore, tmp_path: Path) -> None:
@@ -162,8 +154,7 @@ def test_a_manifest_is_replaced_only_if_it_is_the_known_one(store: ObjectStore, 
     with open_build_folder(store.url, tmp_path / "a") as place:
         (place.folder / MANIFEST).write_text("third")
         store.files.pipe_file(f"{store.url}/{MANIFEST}", b"of another run")
-        with pytest.raises(UserError, match="was replaced by another run meanwhile; run the command again"):
-            place.publish()
+        refused("was replaced by another run meanwhile; run the command again", place.publish)
     assert store.get(store.url)[MANIFEST] == b"of another run"
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -41,12 +42,13 @@ from sd3_light.sources import catalogue
 from sd3_light.sources.claims import Claims
 from tests.cases import combinations
 from tests.project import Project, with_nan
+from tests.refusals import refused
 from tests.unit.cache.samples import (
     captions_of,
     change_caption,
     change_image,
     contents,
-    damage,
+    harm,
     readers,
     reject_lines,
     shard_of,
@@ -72,7 +74,6 @@ def rejects(project: Project) -> dict[str, str]:
 
 
 def text_of(project: Project) -> dict[int, list[CaptionFeatures]]:
-    """Return the stored features of every caption of each sample."""
     features: dict[int, list[CaptionFeatures]] = {}
     for entry, shard in readers(project):
         for row in range(entry.count):
@@ -81,13 +82,11 @@ def text_of(project: Project) -> dict[int, list[CaptionFeatures]]:
 
 
 def open_dataset(project: Project, *overrides: str) -> CachedDataset:
-    """Open the cache as training does."""
     loaded = project.load(*overrides)
     return open_cache(loaded.dataset, loaded.train, Launch())
 
 
 def epoch_of(project: Project, *overrides: str, epoch: int = 0) -> list[dict[str, Any]]:
-    """Return the global batches of an epoch."""
     loaded = project.load(*overrides)
     data = open_dataset(project, *overrides)
     order = make_order(data, loaded, Launch())
@@ -97,7 +96,6 @@ def epoch_of(project: Project, *overrides: str, epoch: int = 0) -> list[dict[str
 
 
 def current_state(project: Project, *overrides: str) -> CacheState:
-    """Compare the cache with its current sources."""
     loaded = project.load(*overrides)
     with Claims(project.cache / "claims") as claims:
         inputs = catalogue.Catalogue(project.cache, claims)
@@ -127,7 +125,6 @@ def test_a_trusted_cache_of_another_precision_is_refused(cached_project: Project
 
 
 def add_image(project: Project, name: str) -> None:
-    """Add a folder with one captioned image."""
     folder = project.folder / name
     folder.mkdir()
     Image.new("RGB", (64, 64), "red").save(folder / "a.png")
@@ -136,16 +133,9 @@ def add_image(project: Project, name: str) -> None:
 
 @pytest.fixture
 def no_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail if anything is encoded."""
-
-    def never(*_: object) -> None:
-        raise AssertionError("nothing should be encoded")
-
+    never = Mock(side_effect=AssertionError("nothing should be encoded"))
     monkeypatch.setattr(FrozenParts, "encode_images", never)
     monkeypatch.setattr(FrozenParts, "encode_captions", never)
-
-
-# --- reproducible bytes --------------------------------------------------------------------------
 
 
 def test_the_manifest_counts_every_sample(cached_project: Project) -> None:
@@ -163,9 +153,6 @@ def test_the_manifest_counts_every_sample(cached_project: Project) -> None:
             assert list(origin.captions) == captions[origin.key.rsplit("/", 1)[1]]
 
 
-# --- missing and stale samples ------------------------------------------------------------------
-
-
 def test_missing_and_truncated_shards_alone_are_encoded(project: Project) -> None:
     before = contents(project)
     files = shard_files(project)
@@ -173,8 +160,7 @@ def test_missing_and_truncated_shards_alone_are_encoded(project: Project) -> Non
     for shard in lost:
         (project.cache / "shards" / shard.file).unlink()
     (project.cache / MANIFEST).unlink()
-    with pytest.raises(UserError, match="no cache at"):
-        open_dataset(project)
+    refused("no cache at", open_dataset, project)
     (report,) = project.build_cache()
     count = sum(shard.count for shard in lost)
     assert (report.encoded, report.reused) == (count, NUM_IMAGES - count)
@@ -186,12 +172,8 @@ def test_missing_and_truncated_shards_alone_are_encoded(project: Project) -> Non
     assert contents(project) == before
 
 
-# --- what each kind of change encodes again --------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    ("change", "cause"),
-    [(change_caption, "the caption changed"), (change_image, "the image or its mask changed")],
+    ("change", "cause"), [(change_caption, "the caption changed"), (change_image, "the image or its mask changed")]
 )
 def test_a_changed_sample_re_encodes_only_its_shard(project: Project, change: Any, cause: str) -> None:
     old = shard_of(project, "000007.png").name
@@ -210,9 +192,7 @@ def test_a_changed_sample_re_encodes_only_its_shard(project: Project, change: An
         pytest.param('model.text_tokens="real"', "text_tokens", marks=pytest.mark.slow),
     ],
 )
-def test_a_changed_text_setting_makes_all_samples_stale(
-    project: Project, override: str, cause: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_changed_text_setting(project: Project, override: str, cause: str, capfd: pytest.CaptureFixture[str]) -> None:
     state = current_state(project, override)
     assert (state.fresh, state.stale, state.missing) == (0, NUM_IMAGES, 0)
     assert any(cause in text for text in state.causes)
@@ -250,9 +230,7 @@ def test_the_state_table_lists_all_kinds(project: Project) -> None:
         assert word in text, text
 
 
-def test_orphans_are_kept_until_pruned_shards_before_the_files_beside_them(
-    project: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_orphans_are_kept_until_pruned_shards_first(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """A killed prune leaves no shard without its entry, which would be unknown to every later run."""
     deleted: list[str] = []
     real = BuildFolder.delete
@@ -284,21 +262,17 @@ def test_a_dry_run_changes_nothing(project: Project, no_encoding: None) -> None:
     assert report.missing == 2
 
 
-# --- damage --------------------------------------------------------------------------------------
-
-
 def test_verify_repairs_shards_their_tables_and_the_empty_caption(project: Project) -> None:
     before = contents(project)
-    damage(project.cache / "shards" / shard_files(project)[3])
+    harm(project.cache / "shards" / shard_files(project)[3])
     project.build_cache()
     assert contents(project) != before, "a run without --verify does not hash shards of the right size"
     for path in project.cache.glob("shards/images*.arrow"):
         path.write_bytes(b"")
     project.build_cache(verify=True)
     assert contents(project) == before
-    damage(project.cache / "shards" / Manifest.load(project.cache).empty.file)
-    with pytest.raises(UserError, match="damaged"):
-        open_dataset(project).empty_text()
+    harm(project.cache / "shards" / Manifest.load(project.cache).empty.file)
+    refused("damaged", open_dataset(project).empty_text)
     project.build_cache()
     assert contents(project) == before, "reading it has marked it"
 
@@ -336,15 +310,13 @@ def around_build(patch: pytest.MonkeyPatch, before: Any = lambda: None, after: A
 
 def test_a_source_that_disappears_stops_the_run(fresh_project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     around_build(monkeypatch, before=lambda: fresh_project.images.rename(fresh_project.folder / "moved"))
-    with pytest.raises(UserError, match="disappeared while it was being cached"):
-        fresh_project.build_cache("caching_num_workers=0")
+    refused("disappeared while it was being cached", fresh_project.build_cache, "caching_num_workers=0")
     assert not (fresh_project.cache / MANIFEST).exists()
 
 
 def test_a_shard_that_disappears_is_an_error(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     around_build(monkeypatch, after=(project.cache / "shards" / shard_files(project)[3]).unlink)
-    with pytest.raises(UserError, match="disappeared, perhaps because another run pruned it"):
-        project.build_cache()
+    refused("disappeared, perhaps because another run pruned it", project.build_cache)
 
 
 def test_an_image_that_changed_meanwhile_is_retried(fresh_project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,9 +339,6 @@ def test_small_buckets_are_reported_by_occurrences(project: Project) -> None:
     assert report.small_buckets == {}
 
 
-# --- trust -------------------------------------------------------------------------------------
-
-
 def test_a_cache_of_an_earlier_format_is_encoded_again(
     fresh_project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -381,11 +350,9 @@ def test_a_cache_of_an_earlier_format_is_encoded_again(
         old = shard_files(fresh_project)
     path, remedy = fresh_project.cache / MANIFEST, "`sd3-light cache CONFIG` encodes it again"
     line = f"{path} has format 2, this version reads 5; {remedy}"
-    with pytest.raises(UserError, match=re.escape(line)):
-        open_dataset(fresh_project)
+    refused(re.escape(line), open_dataset, fresh_project)
     loaded = fresh_project.load()
-    with pytest.raises(UserError, match=re.escape(line)):
-        is_trusted(loaded.dataset, loaded.train)
+    refused(re.escape(line), is_trusted, loaded.dataset, loaded.train)
     capsys.readouterr()
     (report,) = fresh_project.build_cache()
     assert (report.encoded, report.reused) == (NUM_IMAGES, 0)
@@ -396,9 +363,7 @@ def test_a_cache_of_an_earlier_format_is_encoded_again(
     assert len(epoch_of(fresh_project)) > 0
 
 
-def test_trust_ignores_the_sources_and_rejects_another_encoder_or_text_length(
-    project: Project, tmp_path: Path, no_encoding: None
-) -> None:
+def test_trust_ignores_sources_and_rejects_other_encoders(project: Project, tmp_path: Path, no_encoding: None) -> None:
     (project.images / "000003.png").unlink()
     before = contents(project)
     assert project.build_cache(trust=True) == []
@@ -420,10 +385,9 @@ def test_trust_builds_a_missing_cache(fresh_project: Project) -> None:
 def test_a_damaged_shard_is_found_in_a_trusted_cache_and_the_suggested_command_repairs_it(project: Project) -> None:
     before = contents(project)
     path = project.cache / "shards" / shard_files(project)[0]
-    damage(path)
+    harm(path)
     project.build_cache(trust=True)
-    with pytest.raises(UserError, match=rf"shard {path} is damaged.*run `sd3-light cache CONFIG`"):
-        epoch_of(project)
+    refused(rf"shard {path} is damaged.*run `sd3-light cache CONFIG`", epoch_of, project)
     project.build_cache()
     assert contents(project) == before
     epoch_of(project)
@@ -442,13 +406,9 @@ def test_a_read_only_cache_can_be_used_for_training(project: Project, monkeypatc
     monkeypatch.setattr("sd3_light.check.disk._cannot_create", lambda path: "cannot be written to")
     faults = [fault.key for fault in disk_faults(project.load())]
     assert faults == ["output_dir"], "a finished cache need not be writable"
-    with pytest.raises(UserError, match=r"cannot write to .*Read-only file system; .*--trust-cache"):
-        project.build_cache()
+    refused(r"cannot write to .*Read-only file system; .*--trust-cache", project.build_cache)
     assert project.build_cache(trust=True) == []
     epoch_of(project)
-
-
-# --- rejects -----------------------------------------------------------------------------------
 
 
 def test_bad_inputs_are_listed_and_the_rest_is_used(fresh_project: Project) -> None:
@@ -471,9 +431,7 @@ def test_bad_inputs_are_listed_and_the_rest_is_used(fresh_project: Project) -> N
     assert len(ids) == 37
 
 
-def test_rejects_are_listed_again_by_a_run_that_encodes_nothing(
-    fresh_project: Project, cached_project: Project
-) -> None:
+def test_rejects_are_listed_again_by_a_run_without_encoding(fresh_project: Project, cached_project: Project) -> None:
     whole = (fresh_project.images / "000002.png").read_bytes()
     (fresh_project.images / "000002.png").write_bytes(whole[:-40])
     fresh_project.build_cache()
@@ -495,26 +453,18 @@ def test_a_dataset_with_only_rejects_is_an_error(fresh_project: Project) -> None
         path.unlink()
     (only,) = fresh_project.images.glob("*.png")
     only.write_bytes(only.read_bytes()[:-40])
-    with pytest.raises(UserError, match=r"every sample was rejected; see the reasons in (.*rejects\.jsonl)"):
-        fresh_project.build_cache()
+    refused(r"every sample was rejected; see the reasons in (.*rejects\.jsonl)", fresh_project.build_cache)
     assert rejects(fresh_project)[only.name] in ("truncated", "broken_image")
 
 
 def test_an_empty_dataset_is_an_error(fresh_project: Project) -> None:
     for path in fresh_project.images.iterdir():
         path.unlink()
-    with pytest.raises(UserError, match=r"no usable sample found"):
-        fresh_project.build_cache()
+    refused(r"no usable sample found", fresh_project.build_cache)
     add_image(fresh_project, "images/new")
     (fresh_project.images / "new" / "a.txt").unlink()
     (fresh_project.images / "labels.csv").write_text("id,words\n1,a cat\n")
-    with pytest.raises(
-        UserError, match=r"\(1 no_caption\); the first has no \.txt .*; labels\.csv is not read: none of"
-    ):
-        fresh_project.build_cache()
-
-
-# --- dataset keys affect the batches -------------------------------------------------------------
+    refused(r"\(1 no_caption\); the first has no \.txt .*; labels\.csv is not read: none of", fresh_project.build_cache)
 
 
 DIRECTORY = 'resolutions = [64]\n[[directory]]\npath = "images"\n'
@@ -627,9 +577,7 @@ def test_an_encoder_that_returns_nan_stops_the_cache(fresh_project: Project, tmp
     assert not (fresh_project.cache / MANIFEST).exists()
 
 
-def test_samples_that_do_not_match_where_are_counted_and_reported(
-    fresh_project: Project, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_samples_outside_where_are_reported(fresh_project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     lengths = sorted(max(map(len, texts)) for texts in captions_of(fresh_project).values())
     text = fresh_project.data_toml.read_text(encoding="utf-8")
     num_short = sum(length <= lengths[-5] for length in lengths)
@@ -648,13 +596,10 @@ def test_samples_that_do_not_match_where_are_counted_and_reported(
     assert (report.counts["pictures"], report.counts["excluded"]) == (NUM_IMAGES - 1, 1)
     assert "1 sample is listed in `exclude` and left out" in capsys.readouterr().err
     fresh_project.data(f"where = 'width > 9999'\n{text}")
-    with pytest.raises(UserError, match=f"no usable sample found .{NUM_IMAGES} do not match where.$"):
-        fresh_project.build_cache()
+    refused(f"no usable sample found .{NUM_IMAGES} do not match where.$", fresh_project.build_cache)
 
 
-def test_similar_images_are_dropped_on_request_and_shown_in_pairs(
-    fresh_project: Project, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dropped_similar_images_are_shown_in_pairs(fresh_project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     captions = captions_of(fresh_project)
     first, second = sorted(captions)[:2]
     shutil.copy(fresh_project.images / first, fresh_project.images / "zz.png")
@@ -674,9 +619,7 @@ def test_similar_images_are_dropped_on_request_and_shown_in_pairs(
     page = fresh_project.folder / "page.html"
     content = write_cache_page(fresh_project.cache, page, samples=0)
     pairs = {group.name: group.shown for group in content.duplicates.groups}
-    names = {
-        kind: [(pair.first.rpartition("/")[2], pair.key.rpartition("/")[2]) for pair in pairs[kind]] for kind in pairs
-    }
+    names = {kind: [(Path(pair.first).name, Path(pair.key).name) for pair in pairs[kind]] for kind in pairs}
     assert names == {"duplicates dropped": [(first, "zz.png")], "similar dropped": [(second, "zzz.png")]}
     assert all(pair.image and pair.first_image for shown in pairs.values() for pair in shown)
     assert "similar dropped: 1" in " ".join(page.read_text(encoding="utf-8").split())

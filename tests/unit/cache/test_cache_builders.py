@@ -22,13 +22,13 @@ from sd3_light.files import file_sha256
 from sd3_light.sources.claims import Claims
 from tests.cases import combinations
 from tests.project import Project, quick_caching
+from tests.refusals import refused
 from tests.waiting import HANG_SECONDS, is_running, wait_until
 
 WORKERS = "caching_num_workers=2"
 
 
 def shards(project: Project) -> dict[str, str]:
-    """Return the hash of every shard in the folder."""
     return {path.name: file_sha256(path) for path in (project.cache / "shards").glob("*.safetensors")}
 
 
@@ -64,9 +64,7 @@ def assert_valid(project: Project) -> None:
 
 
 @pytest.mark.parametrize("world", combinations((1, 2, 3), fast=[(3,)]))
-def test_any_number_of_builders_produces_the_same_shards(
-    fresh_project: Project, cached_project: Project, world: int
-) -> None:
+def test_several_builders_make_the_same_shards(fresh_project: Project, cached_project: Project, world: int) -> None:
     join([start(build, fresh_project, rank, world) for rank in range(world)])
     assert shards(fresh_project) == shards(cached_project)
     assert (fresh_project.cache / "rejects.jsonl").read_bytes() == (cached_project.cache / "rejects.jsonl").read_bytes()
@@ -107,9 +105,7 @@ def _children(pid: int) -> list[int]:
         return []
 
 
-def test_a_full_disk_is_reported_in_one_line_and_leaves_a_valid_cache(
-    fresh_project: Project, cached_project: Project, tmp_path: Path
-) -> None:
+def test_a_full_disk_leaves_a_valid_cache(fresh_project: Project, cached_project: Project, tmp_path: Path) -> None:
     """Simulated by a limit on file sizes: small shards fit, larger ones do not."""
     message = tmp_path / "message"
     sizes = sorted(path.stat().st_size for path in (cached_project.cache / "shards").glob("*.safetensors"))
@@ -135,9 +131,7 @@ def test_a_full_disk_is_reported_in_one_line_and_leaves_a_valid_cache(
     assert_valid(fresh_project)
 
 
-def test_a_rank_encodes_unclaimed_shards_then_waits_for_the_manifest(
-    fresh_project: Project, cached_project: Project
-) -> None:
+def test_a_rank_encodes_unclaimed_shards_then_waits(fresh_project: Project, cached_project: Project) -> None:
     loaded = fresh_project.load("sd3_manifest_timeout_sec=0.3")
     with pytest.raises(UserError, match=r"timed out waiting for the main process to write .*manifest\.json"):
         stage.run(loaded, Launch(rank=1, local_rank=1, world_size=2))
@@ -152,8 +146,7 @@ def test_the_main_process_reports_what_it_waits_for(project: Project) -> None:
     loaded = project.load("sd3_manifest_timeout_sec=0.3")
     with Claims(project.cache / "claims") as other:
         other.take(lost.file)
-        with pytest.raises(UserError, match=r"timed out waiting for 1 shards of other processes, such as images-0"):
-            stage.run(loaded)
+        refused(r"timed out waiting for 1 shards of other processes, such as images-0", stage.run, loaded)
 
 
 def test_an_older_manifest_is_not_accepted_for_a_larger_plan(project: Project) -> None:
@@ -163,8 +156,7 @@ def test_an_older_manifest_is_not_accepted_for_a_larger_plan(project: Project) -
     (project.folder / "more" / "a.txt").write_text("an image")
     project.data(project.data_toml.read_text() + '\n[[directory]]\npath = "more"\n')
     loaded = project.load("sd3_manifest_timeout_sec=0.3")
-    with pytest.raises(UserError, match="timed out waiting for the main process"):
-        stage.run(loaded, Launch(rank=1, local_rank=1, world_size=2))
+    refused("timed out waiting for the main process", stage.run, loaded, Launch(rank=1, local_rank=1, world_size=2))
     stage.run(loaded, Launch(rank=0, local_rank=0, world_size=2))
     assert {shard.directory for shard in Manifest.load(project.cache).shards} == {"images#0", "more#0"}
 

@@ -9,6 +9,7 @@ from sd3_light.cache.dispatch import DEPTH, TRIES, WorkerFailed, dispatch
 from sd3_light.config.faults import UserError
 from sd3_light.data.cache_plan import PlannedShard
 from sd3_light.sources.buckets import Bucket
+from tests.refusals import refused
 
 
 def shard(number: int) -> PlannedShard:
@@ -116,5 +117,4 @@ def test_many_failures_in_a_row_and_a_user_error_stop_the_run() -> None:
         def finish(self, worker: int, handle: str, shard: PlannedShard) -> None:
             raise UserError("the store is not writable")
 
-    with pytest.raises(UserError, match="the store is not writable"):
-        dispatch(SHARDS, Refusing(2))
+    refused("the store is not writable", dispatch, SHARDS, Refusing(2))

@@ -36,7 +36,6 @@ def leaking(fresh_project: Project) -> Project:
 
 
 def warnings(project: Project) -> list[str]:
-    """Return the warnings of `check`."""
     loaded = project.load(*EVAL)
     estimate = check.run(loaded)
     lines = conclude(loaded.train, estimate, Target(on_cpu=True))
@@ -47,9 +46,7 @@ SENTENCE = "val is not held out: 2 of its 6 images are in the training set (1 wi
 PAIRS = ("val#0/copy.png and images#0/000003.png", "val#0/scaled.png and images#0/000007.png")
 
 
-def test_check_and_cache_name_the_same_leaks_also_after_damage(
-    leaking: Project, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_and_cache_name_the_same_leaks(leaking: Project, capsys: pytest.CaptureFixture[str]) -> None:
     (before,) = warnings(leaking)
     leaking.build_cache(*EVAL)
     printed = " ".join(capsys.readouterr().err.split())

@@ -62,7 +62,6 @@ def grow_intern_table() -> None:
 
 
 def measure(folder: Path, count: int) -> dict[str, int]:
-    """Return the peak allocations of each stage."""
     data_path.write_samples(folder, count)
     peaks = {}
     for part in data_path.PARTS:

@@ -5,9 +5,10 @@ import os
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,6 +19,7 @@ from sd3_light.engines import Launch
 from tests import fake_ray
 from tests.fake_ray import FakeRay
 from tests.project import Project
+from tests.refusals import refused
 from tests.unit.cache.samples import contents, reject_lines
 
 WORKERS = "caching_num_workers=0"
@@ -54,8 +56,7 @@ def test_without_spare_cpus_decoding_shares_those_of_the_encoders(fresh_project:
 
 def test_a_cluster_with_gpus_encodes_on_them(fresh_project: Project, ray: FakeRay) -> None:
     ray.resources["GPU"] = 2.0
-    with pytest.raises(UserError, match=r"torch sees no GPU.*\(on the node \S+\)"):
-        build(fresh_project)
+    refused(r"torch sees no GPU.*\(on the node \S+\)", build, fresh_project)
     assert [options["num_gpus"] for options in ray.actor_options] == [1]
 
 
@@ -76,9 +77,7 @@ def test_lost_actors_lose_nothing(fresh_project: Project, cached_project: Projec
     assert contents(fresh_project) == contents(cached_project)
 
 
-def test_a_poison_shard_is_rejected_and_tried_again_by_the_next_run(
-    fresh_project: Project, cached_project: Project, ray: FakeRay
-) -> None:
+def test_a_poison_shard_is_rejected_and_retried(fresh_project: Project, cached_project: Project, ray: FakeRay) -> None:
     tries: Counter[str] = Counter()
     poison = sorted(path.name for path in (cached_project.cache / "shards").glob("images*.safetensors"))[1]
 
@@ -164,13 +163,8 @@ def test_tasks_for_which_no_cpu_gets_free_share_those_of_others(ray: FakeRay, mo
     assert len(cancelled) == 2
 
 
-def test_only_encoders_that_were_never_ready_count_as_failed_starts(
-    ray: FakeRay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_encoders_never_ready_count_as_failed_starts(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     from sd3_light.cache import ray_builder
-
-    def fail(name: str, args: Sequence[Any]) -> None:
-        raise fake_ray.RayActorError("the node was removed")
 
     monkeypatch.setattr(ray_builder.ShardEncoder, "ready", lambda self: "node-1")
     settings: Any = None
@@ -178,12 +172,11 @@ def test_only_encoders_that_were_never_ready_count_as_failed_starts(
     monkeypatch.setattr(ray_builder.ActorPool, "_num_cpus", 1)
     lost = pool.ready(12)
     assert len(lost) == 12
-    ray.before = fail
+    ray.before = Mock(side_effect=fake_ray.RayActorError("the node was removed"))
     for actor in lost:
         pool.restart(actor)
     pool.ready(12)  # all twelve answers are errors
-    with pytest.raises(UserError, match=r"the encoders cannot start on the Ray cluster: .*removed.*; install the same"):
-        pool.ready(12)
+    refused(r"the encoders cannot start on the Ray cluster: .*removed.*; install the same", pool.ready, 12)
 
 
 def test_failed_starts_before_a_success_are_forgotten(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,17 +202,13 @@ def test_failed_starts_before_a_success_are_forgotten(ray: FakeRay, monkeypatch:
             pool.restart(actor)
 
 
-# --- what stops the run ---------------------------------------------------------------------------
-
-
 def test_a_full_object_store_is_not_a_poison_shard(fresh_project: Project, ray: FakeRay) -> None:
     def fill(name: str, args: Sequence[Any]) -> None:
         if name == "decode images":
             raise fake_ray.OutOfDiskError("the local object store is full")
 
     ray.before = fill
-    with pytest.raises(UserError, match="cannot decode images: the object store of Ray and the disk of a node"):
-        build(fresh_project)
+    refused("cannot decode images: the object store of Ray and the disk of a node", build, fresh_project)
 
 
 @pytest.mark.parametrize(("task", "number"), [("probe images", 0), ("decode images", 0), ("decode images", 1)])
@@ -237,17 +226,9 @@ def test_a_node_without_the_sources_is_named(
 
     ray.before = unmount
     expected = r"/images does not exist on the node \S+; every node needs it at the same path$"
-    with pytest.raises(UserError, match=expected):
-        build(fresh_project)
+    refused(expected, build, fresh_project)
     assert calls[task] > number
     assert not list(fresh_project.cache.glob("shards/*"))
-
-
-def fails_with(error: Exception) -> Callable[..., Any]:
-    def fail(*_: Any) -> Any:
-        raise error
-
-    return fail
 
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/scratch/ray-1")
@@ -257,47 +238,40 @@ CUDA = RuntimeError("CUDA driver version\nis insufficient")
 @pytest.mark.parametrize(
     ("name", "broken", "message"),
     [
-        ("cache.ray_encoder.open_shard_folder", fails_with(FULL), r"No space left on device \(/scratch/ray-1\); .*"),
-        ("families.sd3.encoding.SD3Encoding.encoders", fails_with(CUDA), "RuntimeError: CUDA driver version is .*"),
-        ("cache.ray_encoder.make_identity", lambda *_: {"vae": "x"}, "another format than on the driver's node.*"),
+        (
+            "cache.ray_encoder.open_shard_folder",
+            Mock(side_effect=FULL),
+            r"No space left on device \(/scratch/ray-1\); ",
+        ),
+        ("families.sd3.encoding.SD3Encoding.encoders", Mock(side_effect=CUDA), "RuntimeError: CUDA driver version is "),
+        ("cache.ray_encoder.make_identity", lambda *_: {"vae": "x"}, "another format than on the driver's node"),
     ],
 )
 def test_an_error_of_every_shard_is_no_poison_and_names_the_node(
     fresh_project: Project, ray: FakeRay, monkeypatch: pytest.MonkeyPatch, name: str, broken: Any, message: str
 ) -> None:
     monkeypatch.setattr(f"sd3_light.{name}", broken)
-    with pytest.raises(UserError, match=rf"{message}\(on the node \S+\)$"):
-        build(fresh_project)
+    refused(rf"{message}.*\(on the node \S+\)$", build, fresh_project)
     assert not (fresh_project.cache / "rejects.jsonl").exists()
 
 
-def test_a_folder_that_is_not_shared_is_refused(
-    fresh_project: Project, ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unshared_folder(fresh_project: Project, ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from sd3_light.cache import ray_builder, ray_encoder
 
     real = ray_encoder.open_shard_folder
     (tmp_path / "another disk" / "shards").mkdir(parents=True)
     monkeypatch.setattr(ray_encoder, "open_shard_folder", lambda _, *rest: real(tmp_path / "another disk", *rest))
     monkeypatch.setattr(ray_builder, "VISIBLE_SECONDS", 0.0)
-    with pytest.raises(UserError, match=r"which this node does not see; cache_dir must be a folder that all nodes"):
-        build(fresh_project)
+    refused(r"which this node does not see; cache_dir must be a folder that all nodes", build, fresh_project)
 
 
-def test_a_cluster_that_cannot_be_reached_is_reported(
-    fresh_project: Project, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(**_: Any) -> None:
-        raise ConnectionError("Could not find any running Ray instance.")
-
+def test_an_unreachable_cluster_is_named(fresh_project: Project, ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse = Mock(side_effect=ConnectionError("Could not find any running Ray instance."))
     monkeypatch.setattr(ray, "init", refuse)
-    with pytest.raises(UserError, match=r"--ray: cannot connect .*Could not find any running Ray instance.*HOST:PORT"):
-        build(fresh_project)
+    refused(r"--ray: cannot connect .*Could not find any running Ray instance.*HOST:PORT", build, fresh_project)
 
 
-def test_workers_do_not_import_from_the_working_directory(
-    fresh_project: Project, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_import_nothing_local(fresh_project: Project, ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     """They import from a checkout that is not installed. `tests/e2e/test_working_directory.py` asks a real cluster."""
     from sd3_light.cache import ray_builder
 
@@ -318,13 +292,10 @@ def test_ray_is_refused_under_a_launcher(fresh_project: Project, ray: FakeRay) -
 def test_without_ray_the_error_names_the_command(fresh_project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_ray.forget_users()
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(UserError, match=r"--ray needs Ray, which is not installed; run `pip install 'sd3-light\[ray"):
-        build(fresh_project)
+    refused(r"--ray needs Ray, which is not installed; run `pip install 'sd3-light\[ray", build, fresh_project)
 
 
-def test_a_cluster_without_a_free_device_is_reported(
-    fresh_project: Project, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cluster_without_a_free_device(fresh_project: Project, ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     from sd3_light.cache import ray_builder
 
     lines: list[str] = []

@@ -35,15 +35,7 @@ from sd3_light.data.shards import read_origins
 from sd3_light.families.sd3.encoding import SD3Encoding
 from tests import fake_ray
 from tests.project import Project
-from tests.unit.cache.samples import (
-    captions_of,
-    change_caption,
-    change_image,
-    damage,
-    readers,
-    shard_of,
-    write_captions,
-)
+from tests.unit.cache.samples import captions_of, change_caption, change_image, harm, readers, shard_of, write_captions
 from tests.unit.cache.test_cache_builders import build, join, start
 
 NUM_IMAGES = 40
@@ -88,9 +80,8 @@ class BatchEncoders:
         columns: Collection[str] | None = None,
     ) -> dict[str, Tensor]:
         seen = [number_of(image.tobytes()) for (image,) in images]
-        return self.encode_captions(
-            [f"{text} on {number}" for text, number in zip(captions, seen, strict=True)], columns
-        )
+        pairs = zip(captions, seen, strict=True)
+        return self.encode_captions([f"{text} on {number}" for text, number in pairs], columns)
 
     def encode_images(self, pixels: NDArray[np.uint8], flip: bool) -> dict[str, Tensor]:
         self._note(images=len(pixels))
@@ -151,7 +142,6 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def project(fresh_project: Project, log: Path) -> Project:
-    """A project with a complete cache."""
     fresh_project.build_cache()
     log.unlink()
     return fresh_project
@@ -187,7 +177,6 @@ def rename(project: Project, old: str, new: str) -> None:
 
 
 def shards(project: Project) -> dict[str, bytes]:
-    """Return the files of the shards of the manifest."""
     manifest = Manifest.load(project.cache)
     stems = {Path(entry.file).stem for entry in (*manifest.shards, manifest.empty)}
     files = [path for path in sorted((project.cache / SHARDS).iterdir()) if path.name.partition(".")[0] in stems]
@@ -206,9 +195,6 @@ def values_of(project: Project, image: str = "moments") -> dict[tuple[str, str],
                 sample[caption] = {name: value.tolist() for name, value in reader.caption(row, number).items()}
             values[entry.bucket, origin.key.rsplit("/", 1)[1]] = sample
     return values
-
-
-# --- what each change encodes ---------------------------------------------------------------------
 
 
 def test_nothing_is_encoded_if_no_value_changed(project: Project, log: Path) -> None:
@@ -278,9 +264,7 @@ def test_a_new_resolution_encodes_no_caption(fresh_project: Project, log: Path) 
     assert (calls.images, calls.captions, report.encoded) == (0, [], 0)
 
 
-def test_another_text_length_encodes_no_image_and_only_the_text_encoder_that_it_decides(
-    project: Project, log: Path
-) -> None:
+def test_another_text_length_encodes_only_the_text_encoder_that_it_decides(project: Project, log: Path) -> None:
     before = values_of(project)
     report, calls = update(project, log, "model.t5_max_length=12")
     assert (calls.images, report.values.copied_images) == (0, NUM_IMAGES)
@@ -313,9 +297,7 @@ def test_another_text_length_and_a_new_caption(project: Project, log: Path) -> N
         ("dtype", {"clip_l", "clip_g", "t5", "clip_l.pooled", "clip_g.pooled"}),
     ],
 )
-def test_another_part_or_dtype_encodes_the_columns_that_it_decides(
-    project: Project, log: Path, tmp_path: Path, part: str, columns: set[str]
-) -> None:
+def test_other_parts_encode_columns(project: Project, log: Path, tmp_path: Path, part: str, columns: set[str]) -> None:
     override = 'model.dtype="bfloat16"'
     if part != "dtype":
         model = Path(shutil.copytree(project.model, tmp_path / "other"))
@@ -336,9 +318,6 @@ def test_regenerate_encodes_everything(project: Project, log: Path) -> None:
     update(project, log)
     assert shards(project) == updated, "as if it had been built from the beginning"
     assert updated != before
-
-
-# --- masks and mirrored images --------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -371,9 +350,8 @@ def test_masks_and_mirrored_images_are_copied(masked: Project, log: Path) -> Non
     assert (calls.images, set(calls.captions)) == (0, {"something else"})
     after = values_of(masked)
     for name, sample in before.items():
-        assert {key: after[name].get(key) for key in ("moments", "mask")} == {
-            key: sample.get(key) for key in ("moments", "mask")
-        }
+        for key in ("moments", "mask"):
+            assert after[name].get(key) == sample.get(key)
         assert len(after[name]["moments"]) == 2
 
 
@@ -431,12 +409,7 @@ def rejected_of(project: Project) -> dict[str, Any]:
     }
 
 
-# --- the report -----------------------------------------------------------------------------------
-
-
-def test_a_dry_run_reports_what_the_update_encodes(
-    project: Project, log: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_reports_what_is_encoded(project: Project, log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     change_caption(project)
     change_image(project, "000030.png")
     shown = []
@@ -448,10 +421,8 @@ def test_a_dry_run_reports_what_the_update_encodes(
     report, _ = update(project, log)
     values = report.values
     assert values == ValueCounts(1, report.encoded - 1, 1, values.copied_captions)
-    for name, encoded, copied in (
-        ("images", values.images, values.copied_images),
-        ("captions", values.captions, values.copied_captions),
-    ):
+    counts = {"images": (values.images, values.copied_images), "captions": (values.captions, values.copied_captions)}
+    for name, (encoded, copied) in counts.items():
         assert f" {encoded} " in lines[name], shown[1]
         assert f"encoded; {copied} are copied" in lines[name]
     copied = f"{values.copied_images} images and {values.copied_captions} captions copied from old shards"
@@ -459,9 +430,7 @@ def test_a_dry_run_reports_what_the_update_encodes(
     assert end in " ".join(capsys.readouterr().err.split())
 
 
-def test_an_unchanged_reject_is_not_counted_as_work(
-    project: Project, log: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unchanged_reject_is_no_work(project: Project, log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def counted(name: str) -> str:
         (line,) = (line for line in shown.splitlines() if "copied from old shards" in line and f" {name} " in line)
         return " ".join(line.split())
@@ -488,9 +457,6 @@ def test_an_unchanged_reject_is_not_counted_as_work(
     assert (report.values.images, calls.images) == (1, 1)
 
 
-# --- the same bytes from any builders --------------------------------------------------------------
-
-
 def changed(project: Project, target: Path) -> Project:
     """Copy a project and change some of its samples, so that most shards are rebuilt in part."""
     copy = project.copy(target)
@@ -510,9 +476,7 @@ def expected(project: Project, tmp_path: Path) -> dict[str, bytes]:
     return shards(alone)
 
 
-def test_any_builders_produce_the_same_shards(
-    project: Project, tmp_path: Path, expected: dict[str, bytes], log: Path
-) -> None:
+def test_builders_make_the_same_shards(project: Project, tmp_path: Path, expected: dict[str, bytes], log: Path) -> None:
     several = changed(project, tmp_path / "several")
     join([start(build, several, rank, 3) for rank in range(3)])
     assert shards(several) == expected
@@ -528,9 +492,7 @@ def test_any_builders_produce_the_same_shards(
     assert shards(cluster) == expected
 
 
-def test_a_killed_update_continues_with_the_same_bytes(
-    project: Project, tmp_path: Path, expected: dict[str, bytes]
-) -> None:
+def test_a_killed_update_ends_with_the_same_bytes(project: Project, tmp_path: Path, expected: dict[str, bytes]) -> None:
     killed = changed(project, tmp_path / "killed")
     before = set((killed.cache / SHARDS).glob("*.safetensors"))
 
@@ -557,9 +519,7 @@ def test_a_killed_update_continues_with_the_same_bytes(
     assert shards(killed) == expected
 
 
-def test_a_build_that_sees_other_shards_copies_the_same(
-    project: Project, tmp_path: Path, expected: dict[str, bytes]
-) -> None:
+def test_a_build_with_other_shards_copies_alike(project: Project, tmp_path: Path, expected: dict[str, bytes]) -> None:
     """Shards that exist but are not in the old manifest are not copied from: another process may build them later."""
     other = changed(project, tmp_path / "other")
     for path in (tmp_path / "alone" / "cache" / SHARDS).iterdir():
@@ -569,9 +529,7 @@ def test_a_build_that_sees_other_shards_copies_the_same(
     assert shards(other) == expected
 
 
-def test_a_damaged_index_is_written_again(
-    project: Project, tmp_path: Path, expected: dict[str, bytes], log: Path
-) -> None:
+def test_a_damaged_index_is_rewritten(project: Project, tmp_path: Path, expected: dict[str, bytes], log: Path) -> None:
     for suffix, content in ((".cells", b"x" * 48), (".json", b"{}"), (".arrow", b"")):
         other = changed(project, tmp_path / f"other{suffix}")
         other.build_cache(dry_run=True)
@@ -582,16 +540,11 @@ def test_a_damaged_index_is_written_again(
         assert shards(other) == expected
 
 
-# --- damage -------------------------------------------------------------------------------------
-
-
-def test_a_damaged_old_shard_is_not_copied_from(
-    project: Project, log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_old_shard(project: Project, log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old = shard_of(project, "000007.png")
     count = len(read_origins(old))
     change_caption(project)
-    damage(old)
+    harm(old)
     several = project.copy(tmp_path / "several")
     _, calls = update(project, log)
     assert calls.images == count
@@ -606,7 +559,7 @@ def test_a_damaged_shard_of_the_new_cache_is_marked(project: Project, log: Path)
     """A shard that stays and that captions are copied from is encoded again by the next build."""
     known = captions_of(project)["000030.png"][0]
     source = shard_of(project, "000030.png")
-    damage(source)
+    harm(source)
     change_caption(project, text=known)
     _, calls = update(project, log)
     assert calls.captions == [known]
@@ -638,7 +591,7 @@ def test_a_shard_with_a_wrong_table_is_not_copied_from(project: Project, log: Pa
 def test_a_repaired_shard_copies_captions_of_others_only(project: Project, log: Path) -> None:
     path = shard_of(project, "000007.png")
     count = len(read_origins(path))
-    damage(path)
+    harm(path)
     report, calls = update(project, log, verify=True)
     assert (calls.images, report.encoded) == (count, count)
 
@@ -649,9 +602,6 @@ def test_an_image_that_cannot_be_decoded_takes_its_caption_with_it(project: Proj
     change_caption(project)
     report, calls = update(project, log)
     assert (calls.images, calls.captions, report.counts["used"]) == (0, [], NUM_IMAGES - 1)
-
-
-# --- another family -------------------------------------------------------------------------------
 
 
 class EditEncoding(Encoding):
@@ -694,9 +644,7 @@ def stand_in(encoding: EditEncoding) -> Any:
     )
 
 
-def test_captions_are_encoded_with_their_images(
-    log: Path, fresh_project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_captions_of_images(log: Path, fresh_project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pair is copied if neither of the two changed; a caption that several images have is encoded for each."""
     encoding = EditEncoding(log)
     monkeypatch.setattr(registry, "family_named", lambda name: stand_in(encoding))

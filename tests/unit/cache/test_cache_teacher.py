@@ -8,19 +8,11 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image
 from torch import Tensor
-from transformers import (
-    ConvNextConfig,
-    ConvNextModel,
-    Dinov2Config,
-    Dinov2Model,
-    Dinov2WithRegistersConfig,
-    Dinov2WithRegistersModel,
-)
 
 from sd3_light.cache.reuse import ValueCounts
-from sd3_light.config.faults import UserError
 from sd3_light.core.columns import TEACHER
 from sd3_light.encoding.image_encoders import ImageEncoders
 from sd3_light.encoding.teacher import VisionTeacher, projection, quantised, scaled_pixels, spatially_normalised
@@ -28,6 +20,7 @@ from sd3_light.evaluate.feature_model import save_feature_model
 from sd3_light.model.vision import feature_width, vision_settings
 from tests.judge_folders import SIDE, write_clip, write_vision
 from tests.project import Project
+from tests.refusals import refused
 from tests.unit.cache.samples import readers
 
 
@@ -55,10 +48,9 @@ def counts(project: Project, **flags: bool) -> ValueCounts:
 
 
 def retrain(folder: Path) -> None:
-    """Write another teacher in place of one."""
-    config = Dinov2Config.from_pretrained(folder)
+    config = transformers.Dinov2Config.from_pretrained(folder)
     torch.manual_seed(5)
-    Dinov2Model(config).save_pretrained(folder)
+    transformers.Dinov2Model(config).save_pretrained(folder)
 
 
 def test_a_cache_holds_the_features_of_images_and_of_mirrored_ones(project: Project) -> None:
@@ -111,9 +103,7 @@ def test_another_vae_keeps_the_features(project: Project, monkeypatch: pytest.Mo
     project.build_cache()
     before = dict(samples(project))
 
-    def refuse(*_: Any) -> Tensor:
-        raise AssertionError("the teacher sees no image")
-
+    refuse = Mock(side_effect=AssertionError("the teacher sees no image"))
     monkeypatch.setattr(ImageEncoders, "encode_features", refuse)
     (report,) = project.build_cache('model.vae_dtype="float32"')
     assert report.values.images == len(before)
@@ -144,17 +134,15 @@ def test_wide_features_are_projected_and_keep_angles() -> None:
 
 
 def write_convnext(folder: Path) -> Path:
-    config = ConvNextConfig(hidden_sizes=[8, 12, 20, 24], depths=[1, 1, 1, 1], image_size=64)
-    save_feature_model(ConvNextModel(config), Mock(), 64, folder)
+    config = transformers.ConvNextConfig(hidden_sizes=[8, 12, 20, 24], depths=[1, 1, 1, 1], image_size=64)
+    save_feature_model(transformers.ConvNextModel(config), Mock(), 64, folder)
     return folder
 
 
 def write_registers(folder: Path) -> Path:
-    config = Dinov2WithRegistersConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, mlp_ratio=1, image_size=SIDE, patch_size=8,
-        num_register_tokens=4,
-    )  # fmt: skip
-    save_feature_model(Dinov2WithRegistersModel(config), Mock(), SIDE, folder)
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "mlp_ratio": 1, "patch_size": 8}
+    config = transformers.Dinov2WithRegistersConfig(**shape, image_size=SIDE, num_register_tokens=4)
+    save_feature_model(transformers.Dinov2WithRegistersModel(config), Mock(), SIDE, folder)
     return folder
 
 
@@ -188,5 +176,4 @@ def test_rows_of_the_grid_are_rows_of_the_image(tmp_path: Path) -> None:
 def test_a_folder_without_a_vision_model_is_refused(tmp_path: Path) -> None:
     folder = write_vision(tmp_path)
     (folder / "config.json").write_text('{"model_type": "dinov2"}')
-    with pytest.raises(UserError, match="states no hidden_size"):
-        feature_width(folder)
+    refused("states no hidden_size", feature_width, folder)

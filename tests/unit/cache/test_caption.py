@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from PIL import Image
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from sd3_light.cache import caption
 from sd3_light.cache.caption import Captioner, CaptionOptions
@@ -17,57 +19,43 @@ from sd3_light.config.faults import UserError
 from sd3_light.config.load_dataset import load_directories
 from sd3_light.sources.records import Record
 from sd3_light.sources.scan import scan
+from tests.refusals import refused
 from tests.unit.pages.parsed_page import ParsedPage, assert_self_contained
 
 WORDS = ["<pad>", "<bos>", "<eos>", "<unk>", "<image>", "USER", "ASSISTANT", *(f"word{n}" for n in range(40))]
+SHAPE = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 PART = "{% if c['type'] == 'image' %}<image> {% else %}{{ c['text'] }}{% endif %}"
 CHAT = f"{{% for m in messages %}}USER {{% for c in m['content'] %}}{PART}{{% endfor %}} ASSISTANT{{% endfor %}}"
 
 
 def make_tokenizer() -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, "<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    return PreTrainedTokenizerFast(tokenizer_object=words, extra_special_tokens={"image_token": "<image>"}, **special)
+    special: dict[str, Any] = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    special |= {"extra_special_tokens": {"image_token": "<image>"}}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llava of a few thousand random weights, as transformers saves it."""
-    from transformers import (
-        CLIPImageProcessor,
-        CLIPVisionConfig,
-        LlamaConfig,
-        LlavaConfig,
-        LlavaForConditionalGeneration,
-        LlavaProcessor,
-    )
-
-    tokenizer = make_tokenizer()
-    sides = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
-    processor = LlavaProcessor(
-        CLIPImageProcessor(**sides), tokenizer, 8, "default", chat_template=CHAT, num_additional_image_tokens=1
-    )
-    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlavaConfig(
-        vision_config=CLIPVisionConfig(image_size=16, patch_size=8, projection_dim=16, **shape),
-        text_config=LlamaConfig(vocab_size=len(WORDS), pad_token_id=0, bos_token_id=1, eos_token_id=2, **shape),
-        image_token_index=4,
-    )
+    images = transformers.CLIPImageProcessor(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    options = {"chat_template": CHAT, "num_additional_image_tokens": 1}
+    processor = transformers.LlavaProcessor(images, make_tokenizer(), 8, "default", **options)
+    vision = transformers.CLIPVisionConfig(image_size=16, patch_size=8, projection_dim=16, **SHAPE)
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    text = transformers.LlamaConfig(vocab_size=len(WORDS), **ids, **SHAPE)
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=4)
     folder = tmp_path_factory.mktemp("captioner") / "model"
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        LlavaForConditionalGeneration(config).save_pretrained(folder)
+        transformers.LlavaForConditionalGeneration(config).save_pretrained(folder)
     processor.save_pretrained(folder)
     return folder
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """A dataset of six images, some with captions, one that is not an image."""
     (tmp_path / "images" / "more").mkdir(parents=True)
     for number in range(6):
         name = f"more/{number}.png" if number > 3 else f"{number}.png"
@@ -128,7 +116,6 @@ def test_tokens_are_drawn_with_the_probabilities_of_the_model() -> None:
 
 @pytest.fixture
 def described(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes of the batches that a model describes."""
     sizes: list[int] = []
     original: Callable[..., list[list[str]]] = Captioner.describe
 
@@ -181,33 +168,26 @@ def test_a_folder_without_images_can_be_captioned_later(model: Path, tmp_path: P
 
 def test_other_settings_need_a_restart(model: Path, data: Path) -> None:
     caption.run(data, str(model), SHORT)
-    with pytest.raises(
-        UserError, match=r"has captions with another prompts, max_tokens; use the same, or pass --restart"
-    ):
-        caption.run(data, str(model), CaptionOptions(("other",), max_tokens=5))
+    message = "has captions with another prompts, max_tokens; use the same, or pass --restart"
+    refused(message, caption.run, data, str(model), CaptionOptions(("other",), max_tokens=5))
 
 
 def test_a_table_of_the_user_is_not_overwritten(model: Path, data: Path) -> None:
     table = data.parent / "images" / caption.TABLE
     table.write_text('{"0.png": "mine"}')
-    with pytest.raises(UserError, match="exists and is not by this command"):
-        caption.run(data, str(model), SHORT)
+    refused("exists and is not by this command", caption.run, data, str(model), SHORT)
     assert table.read_text() == '{"0.png": "mine"}'
 
 
 def test_pickles_and_other_folders_are_refused(model: Path, data: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"has no config\.json"):
-        caption.run(data, str(tmp_path), SHORT)
+    refused(r"has no config\.json", caption.run, data, str(tmp_path), SHORT)
     (tmp_path / "config.json").write_text('{"model_type": "llava"}')
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(UserError, match=r"no \.safetensors file; other formats are not read"):
-        caption.run(data, str(tmp_path), SHORT)
+    refused(r"no \.safetensors file; other formats are not read", caption.run, data, str(tmp_path), SHORT)
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(UserError, match=r"model\.safetensors cannot be read"):
-        caption.run(data, str(tmp_path), SHORT)
+    refused(r"model\.safetensors cannot be read", caption.run, data, str(tmp_path), SHORT)
     save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match="not a usable image-text-to-text model"):
-        caption.run(data, str(tmp_path), SHORT)
+    refused("not a usable image-text-to-text model", caption.run, data, str(tmp_path), SHORT)
     assert not (data.parent / "images" / caption.DONE).exists()
 
 
@@ -215,33 +195,27 @@ def test_tars_columns_and_dtypes_are_refused_before_a_model_is_loaded(data: Path
     with pytest.raises(UserError, match="--dtype int8: use auto, float32, bfloat16 or float16"):
         caption.run(data.with_name("none.toml"), "no model", CaptionOptions(dtype="int8"))
     data.write_text('resolutions = [64]\ncaption_column = ["a", "b"]\n[[directory]]\npath = "images"\n')
-    with pytest.raises(UserError, match="caption_column names several columns"):
-        caption.run(data, "no model", SHORT)
+    refused("caption_column names several columns", caption.run, data, "no model", SHORT)
     (data.parent / "a.tar").touch()
     data.write_text('resolutions = [64]\n[[directory]]\npath = "a.tar"\n')
-    with pytest.raises(UserError, match="captions are written for folders of images"):
-        caption.run(data, "no model", SHORT)
+    refused("captions are written for folders of images", caption.run, data, "no model", SHORT)
     data.write_text('resolutions = [64]\n[[directory]]\npath = "s3://bucket/photos"\n')
-    with pytest.raises(UserError, match="captions are written for folders on disk"):
-        caption.run(data, "no model", SHORT)
+    refused("captions are written for folders on disk", caption.run, data, "no model", SHORT)
 
 
 @pytest.fixture(scope="module")
 def blip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random BLIP: a model without a chat template."""
-    from transformers import BlipConfig, BlipForConditionalGeneration, BlipImageProcessor, BlipProcessor
-
-    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "sep_token_id": 2}
-    config = BlipConfig(
-        text_config={"vocab_size": len(WORDS), "encoder_hidden_size": 16, "projection_dim": 16, **ids, **shape},
-        vision_config={"image_size": 16, "patch_size": 8, "projection_dim": 16, **shape},
-    )
+    text = {"vocab_size": len(WORDS), "encoder_hidden_size": 16, "projection_dim": 16, **ids, **SHAPE}
+    vision = {"image_size": 16, "patch_size": 8, "projection_dim": 16, **SHAPE}
+    config = transformers.BlipConfig(text_config=text, vision_config=vision)
     folder = tmp_path_factory.mktemp("captioner") / "blip"
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        BlipForConditionalGeneration(config).save_pretrained(folder)
-    BlipProcessor(BlipImageProcessor(size={"height": 16, "width": 16}), make_tokenizer()).save_pretrained(folder)
+        transformers.BlipForConditionalGeneration(config).save_pretrained(folder)
+    images = transformers.BlipImageProcessor(size={"height": 16, "width": 16})
+    transformers.BlipProcessor(images, make_tokenizer()).save_pretrained(folder)
     return folder
 
 

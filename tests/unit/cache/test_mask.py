@@ -19,10 +19,10 @@ from sd3_light.cache import mask
 from sd3_light.cache.images_beside import REJECTS
 from sd3_light.cache.mask import MaskOptions
 from sd3_light.cli import app
-from sd3_light.config.faults import UserError
 from sd3_light.config.load_dataset import load_directories
 from sd3_light.sources.records import FileBytes, Record
 from sd3_light.sources.scan import scan
+from tests.refusals import refused
 
 NAMES = ["0", "1", "2", "3", "more/4", "more/5"]
 SHAPE = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -44,14 +44,12 @@ def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = {**SHAPE, "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
     vision = {**SHAPE, "image_size": 16, "patch_size": 4}
     sizes = {"projection_dim": 16, "extract_layers": [0, 1], "reduce_dim": 8, "decoder_num_attention_heads": 2}
-    config = transformers.CLIPSegConfig(
-        text_config=text, vision_config=vision, **sizes, decoder_intermediate_size=16, conditional_layer=0
-    )
+    sizes |= {"decoder_intermediate_size": 16, "conditional_layer": 0}
+    config = transformers.CLIPSegConfig(text_config=text, vision_config=vision, **sizes)
     images = transformers.ViTImageProcessor(size={"height": 16, "width": 16})
+    processor = transformers.CLIPSegProcessor(images, tokenizer)
     folder = tmp_path_factory.mktemp("clipseg") / "model"
-    return save(
-        folder, transformers.CLIPSegForImageSegmentation, config, transformers.CLIPSegProcessor(images, tokenizer)
-    )
+    return save(folder, transformers.CLIPSegForImageSegmentation, config, processor)
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +57,9 @@ def save_classes(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
     """Return a function that writes a SegFormer with these classes."""
 
     def write(*classes: str) -> Path:
-        config = transformers.SegformerConfig(
-            num_labels=len(classes),
-            hidden_sizes=[8, 8, 8, 8],
-            num_attention_heads=[1, 1, 1, 1],
-            decoder_hidden_size=8,
-            depths=[1, 1, 1, 1],
-            id2label=dict(enumerate(classes)),
-        )
+        sizes = {"hidden_sizes": [8] * 4, "num_attention_heads": [1] * 4, "decoder_hidden_size": 8, "depths": [1] * 4}
+        names = {"num_labels": len(classes), "id2label": dict(enumerate(classes))}
+        config = transformers.SegformerConfig(**sizes, **names)
         processor = transformers.SegformerImageProcessor(size={"height": 32, "width": 32})
         folder = tmp_path_factory.mktemp("segformer") / "model"
         return save(folder, transformers.SegformerForSemanticSegmentation, config, processor)
@@ -76,7 +69,6 @@ def save_classes(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """A dataset of six images with captions, and one that is not an image; masks have a folder."""
     images = tmp_path / "images"
     (images / "more").mkdir(parents=True)
     for number, name in enumerate(NAMES):
@@ -111,12 +103,8 @@ def middle(text_model: Path, data: Path, prompts: Sequence[str] = TEXT.prompts) 
 def test_every_image_gets_a_mask_that_the_dataset_finds(text_model: Path, data: Path) -> None:
     options = replace(TEXT, threshold=middle(text_model, data))
     (report,) = mask.run(data, str(text_model), options)
-    assert (report.written.folder, report.written.written, report.written.kept, report.is_named) == (
-        data.parent / "masks",
-        6,
-        0,
-        True,
-    )
+    written = report.written
+    assert (written.folder, written.written, written.kept, report.is_named) == (data.parent / "masks", 6, 0, True)
     assert rejects_of(report.written.folder) == {"broken.png": "not_an_image"}
     masks = masks_of(report.written.folder)
     assert sorted(masks) == sorted(NAMES)
@@ -142,9 +130,8 @@ def test_masks_are_those_of_the_model(text_model: Path, data: Path) -> None:
     with torch.no_grad():
         inputs = processor(text=list(prompts), images=[image] * 2, padding=True, return_tensors="pt")
         likely = model(**inputs).logits.sigmoid()
-    planes = [
-        np.asarray(Image.fromarray(plane.numpy()).resize(image.size, Image.Resampling.BILINEAR)) for plane in likely
-    ]
+    resized = [Image.fromarray(plane.numpy()).resize(image.size, Image.Resampling.BILINEAR) for plane in likely]
+    planes = list(map(np.asarray, resized))
     found = masks_of(data.parent / "masks")["3"] == 255
     assert np.mean(found == (np.maximum(*planes) >= threshold)) > 0.97  # Pillow's kernel differs at the edges
     assert np.mean(found) not in (0, 1)
@@ -193,9 +180,7 @@ def test_an_image_without_the_object_gets_no_mask_and_a_folder_needs_no_toml(tex
     assert len(masks_of(report.written.folder)) == 6
 
 
-def test_classes_are_found_by_name_and_all_but_the_background_without_one(
-    save_classes: Callable[..., Path], data: Path
-) -> None:
+def test_classes_are_found_by_name_and_all_but_the_background_without_one(save_classes: Any, data: Path) -> None:
     model = save_classes("Background", "dog, puppy", "cat")
     folder = data.parent
     mask.run(data, str(model), MaskOptions(), folder / "all")
@@ -219,9 +204,7 @@ def test_classes_are_found_by_name_and_all_but_the_background_without_one(
     assert len(present) > 1
 
 
-def test_what_cannot_be_used_is_named(
-    text_model: Path, save_classes: Callable[..., Path], data: Path, tmp_path: Path
-) -> None:
+def test_what_cannot_be_used_is_named(text_model: Path, save_classes: Any, data: Path, tmp_path: Path) -> None:
     sky = save_classes("sky", "wall")
     other = tmp_path / "oneformer"
     transformers.OneFormerConfig().save_pretrained(other)
@@ -234,22 +217,17 @@ def test_what_cannot_be_used_is_named(
         (other, MaskOptions(), "a oneformer; use a CLIPSeg, or a model with classes"),
         (DEMO / "text_encoder", TEXT, "not a usable segmentation model: a clip_text_model; use a CLIPSeg"),
     ):
-        with pytest.raises(UserError, match=message.replace("(", r"\(")):
-            mask.run(data, str(model), options)
+        refused(message.replace("(", r"\("), mask.run, data, str(model), options)
     text = data.read_text()
     (tmp_path / "others").mkdir()
     Image.new("RGB", (20, 18)).save(tmp_path / "others" / "0.png")
     data.write_text(text + '[[directory]]\npath = "others"\n')
-    with pytest.raises(UserError, match=r"--out: .* has 2 folders of images"):
-        mask.run(data, str(text_model), TEXT, tmp_path / "out")
+    refused(r"--out: .* has 2 folders of images", mask.run, data, str(text_model), TEXT, tmp_path / "out")
     data.write_text(text.replace('mask_path = "masks"', 'mask_path = "s3://bucket/masks"'))
-    with pytest.raises(UserError, match="masks are written to a folder on disk"):
-        mask.run(data, str(text_model), TEXT)
+    refused("masks are written to a folder on disk", mask.run, data, str(text_model), TEXT)
 
 
-def test_the_command_names_empty_and_full_masks_and_shows_some(
-    text_model: Path, data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_names_empty_and_full_masks(text_model: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planes = {20: 0.0, 21: 1.0, 22: 0.25}
 
     def found(self: Any, images: Sequence[Image.Image], prompt: str) -> list[torch.Tensor]:

@@ -1,7 +1,7 @@
 """Background saving: copies, the worker thread, and the keeper with one process."""
 
 import threading
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,10 +30,8 @@ def test_copies_do_not_change_with_the_live_memory_and_leave_out_replicas() -> N
     live.zero_()
     assert (copy.name, copy.start, copy.shape) == ("param/w", 4, (3, 4))
     assert copy.values.tolist() == list(range(4, 12))
-    replicas = [
-        TensorPiece("param/w", torch.ones(3), 0, (3,), writes=False),
-        TensorPiece("param/v", torch.ones(3), 0, (3,)),
-    ]
+    replica = TensorPiece("param/w", torch.ones(3), 0, (3,), writes=False)
+    replicas = [replica, replace(replica, name="param/v", writes=True)]
     assert [copy.name for copy in HostBuffers().copy(iter(replicas))] == ["param/v"]
 
 
@@ -183,7 +181,7 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path: Path, monkeypatch: pytes
     assert saved.warning == f"older checkpoints in {tmp_path} cannot be deleted: Device or resource busy: step-00000001"
 
 
-def test_a_failed_save_is_reported_and_the_next_works(tmp_path: Path, limit_file_size: Callable[[int], None]) -> None:
+def test_a_failed_save_is_reported_and_the_next_works(tmp_path: Path, limit_file_size: Any) -> None:
     keeper = CheckpointKeeper(tmp_path, 0)
     keeper.save(1, pieces(1), {})
     keeper.wait()

@@ -79,9 +79,7 @@ def test_a_second_interrupt_is_ignored_at_first_and_raised_later(clock: list[flo
         assert requests.signal == "SIGINT"
 
 
-def test_the_clock_requests_one_checkpoint_though_the_answer_is_late(
-    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_answer_repeats_no_request(tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """With several ranks the flags are those of the previous call."""
     requests = RunRequests(tmp_path, 1)
     sent: list[tuple[bool, ...]] = [(False,) * NUM_FLAGS]
@@ -104,9 +102,7 @@ def test_the_clock_requests_one_checkpoint_though_the_answer_is_late(
         ((False, False, True, True), "another process has failed"),
     ],
 )
-def test_every_rank_distinguishes_a_file_from_a_signal(
-    answer: tuple[bool, ...], reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_tell_files_from_signals(answer: tuple[bool, ...], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that sees neither must exit with the same code as the others."""
     requests = RunRequests()
     monkeypatch.setattr(requests.flags, "exchange", lambda flags: answer)

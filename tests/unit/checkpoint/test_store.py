@@ -27,10 +27,10 @@ from sd3_light.checkpoint.store import (
     temporary_folder,
     write_part,
 )
-from sd3_light.config.faults import UserError
 from sd3_light.engines.protocol import TensorPiece
 from tests.checkpoints import read_checkpoint, write_checkpoint
 from tests.faults import faulty_disk
+from tests.refusals import refused
 
 Writer = Callable[..., Path]
 VALUES = torch.arange(16.0)
@@ -57,9 +57,6 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-# --- written files -----------------------------------------------------------------------------
-
-
 def test_the_index_lists_all_ranges(tmp_path: Path, write_ranks: Writer) -> None:
     parts = [[TensorPiece("param/w", VALUES[:4], 0, (2, 8))], [TensorPiece("param/w", VALUES[4:], 4, (2, 8))]]
     content = json.loads((write_ranks(tmp_path, 1, parts, "größer") / INDEX).read_text(encoding="utf-8"))
@@ -68,10 +65,8 @@ def test_the_index_lists_all_ranges(tmp_path: Path, write_ranks: Writer) -> None
     assert set(content["files"]) == {"rank-00000.safetensors", "rank-00001.safetensors"}
     (entry,) = content["tensors"].values()
     assert (entry["shape"], entry["dtype"]) == ([2, 8], "F32")
-    assert [part[:3] for part in entry["ranges"]] == [
-        [0, 4, "rank-00000.safetensors"],
-        [4, 12, "rank-00001.safetensors"],
-    ]
+    ranges = [[0, 4, "rank-00000.safetensors"], [4, 12, "rank-00001.safetensors"]]
+    assert [part[:3] for part in entry["ranges"]] == ranges
     assert {len(part[3]) for part in entry["ranges"]} == {64}
 
 
@@ -93,9 +88,6 @@ def test_a_replica_is_written_by_one_rank(tmp_path: Path) -> None:
     assert note["bytes"] == (tmp_path / "rank-00003.safetensors").stat().st_size < 200
 
 
-# --- exactly once ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("cuts", "problem"),
     [
@@ -109,12 +101,9 @@ def test_a_replica_is_written_by_one_rank(tmp_path: Path) -> None:
         ([(0, 8), (0, 8), (8, 15)], "element 0 is stored twice"),
     ],
 )
-def test_gaps_and_overlaps_of_the_ranks_are_reported(
-    tmp_path: Path, write_ranks: Writer, cuts: list[tuple[int, int]], problem: str
-) -> None:
+def test_gaps_and_overlaps(tmp_path: Path, write_ranks: Writer, cuts: list[tuple[int, int]], problem: str) -> None:
     parts = [[TensorPiece("param/w", VALUES[start:stop], start, (3, 5))] for start, stop in cuts]
-    with pytest.raises(UserError, match=f"do not cover param/w exactly once: {problem}"):
-        write_ranks(tmp_path, 1, parts)
+    refused(f"do not cover param/w exactly once: {problem}", write_ranks, tmp_path, 1, parts)
     assert newest_checkpoint(tmp_path) is None
 
 
@@ -128,36 +117,27 @@ def test_empty_tensors_are_stored_and_empty_pieces_ignored(tmp_path: Path, write
 def test_ranks_that_disagree_are_reported(tmp_path: Path, write_ranks: Writer) -> None:
     first = TensorPiece("param/w", VALUES[:8], 0, (4, 4))
     for other in (replace(first, shape=(16,)), replace(first, values=VALUES[8:].half())):
-        with pytest.raises(UserError, match=r"the ranks disagree on param/w: F32 \[4, 4\] and F"):
-            write_ranks(tmp_path, 1, [[first], [other]])
+        refused(r"the ranks disagree on param/w: F32 \[4, 4\] and F", write_ranks, tmp_path, 1, [[first], [other]])
 
 
 def test_a_missing_or_truncated_part_is_reported(tmp_path: Path) -> None:
     temporary = temporary_folder(tmp_path, 1)
     reset_folder(temporary)
     write_part(temporary, 0, [TensorPiece("param/w", VALUES, 0, (16,))])
-    with pytest.raises(UserError, match=r"the part of rank 1 is not in .* all machines share"):
-        commit(tmp_path, 1, range(2), {})
+    refused(r"the part of rank 1 is not in .* all machines share", commit, tmp_path, 1, range(2), {})
     with open(temporary / "rank-00000.safetensors", "ab") as file:
         file.truncate(80)
-    with pytest.raises(UserError, match=r"rank-00000\.safetensors has 80 of"):
-        commit(tmp_path, 1, [0], {})
+    refused(r"rank-00000\.safetensors has 80 of", commit, tmp_path, 1, [0], {})
     assert newest_checkpoint(tmp_path) is None
-
-
-# --- complete or absent ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("step", [1, 2], ids=["same-step", "next-step"])
 @pytest.mark.parametrize("function", ["fsync", "replace"])
-def test_a_failed_write_leaves_only_the_earlier_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, step: int
-) -> None:
+def test_failed_writes_keep_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, step: int) -> None:
     earlier = save(tmp_path, 1, 1)
     with monkeypatch.context() as broken:
         broken.setattr(os, function, Mock(side_effect=OSError(28, "No space left on device")))
-        with pytest.raises(UserError, match=r"No space left.*earlier checkpoints are intact"):
-            save(tmp_path, step, 2)
+        refused(r"No space left.*earlier checkpoints are intact", save, tmp_path, step, 2)
     assert names(tmp_path) == [earlier.name]
     assert value_of(earlier) == 1
 
@@ -185,8 +165,7 @@ def test_a_replaced_checkpoint_is_restored_if_the_rename_fails(tmp_path: Path, m
 
     with monkeypatch.context() as broken:
         broken.setattr(os, "replace", fail_for_new)
-        with pytest.raises(UserError, match="Input/output error"):
-            save(tmp_path, 1, 2)
+        refused("Input/output error", save, tmp_path, 1, 2)
     assert names(tmp_path) == [earlier.name]
     assert value_of(earlier) == 1
     shutil.copytree(earlier, tmp_path / ".step-00000001.old")
@@ -261,14 +240,10 @@ def test_a_kill_while_old_checkpoints_are_deleted(tmp_path: Path, monkeypatch: p
     assert names(tmp_path) == ["step-00000003"]
 
 
-# --- the folder --------------------------------------------------------------------------------
-
-
 def test_incomplete_checkpoints_are_ignored_and_listed(tmp_path: Path) -> None:
     complete = save(tmp_path, 5, 5)
-    without_index, without_file, short, torn = (
-        Path(shutil.copytree(complete, tmp_path / checkpoint_name(step))) for step in (6, 7, 8, 9)
-    )
+    places = [tmp_path / checkpoint_name(step) for step in (6, 7, 8, 9)]
+    without_index, without_file, short, torn = (Path(shutil.copytree(complete, place)) for place in places)
     (without_index / INDEX).unlink()
     (without_file / "rank-00000.safetensors").unlink()
     with open(short / "rank-00000.safetensors", "ab") as file:
@@ -312,16 +287,10 @@ def test_checkpoints_that_were_renamed_aside_are_restored_and_leftovers_deleted(
     save(tmp_path, 1, 1)
     os.replace(save(tmp_path, 2, 2), tmp_path / ".step-00000002.old")
     shutil.copytree(tmp_path / "step-00000001", tmp_path / ".step-00000001.old")
-    for leftover in (".step-00000002.tmp", ".step-00000003.123.tmp", ".step-00000004.gone", ".step-00000001.old.gone"):
-        (tmp_path / leftover).mkdir()
-    (tmp_path / ".other").mkdir()
+    leftovers = [".step-00000001.old.gone", ".step-00000002.tmp", ".step-00000003.123.tmp", ".step-00000004.gone"]
+    for name in (*leftovers, ".other"):
+        (tmp_path / name).mkdir()
     assert restore_replaced(tmp_path) == [".step-00000002.old"]
-    assert sorted(clean_leftovers(tmp_path)) == [
-        ".step-00000001.old",
-        ".step-00000001.old.gone",
-        ".step-00000002.tmp",
-        ".step-00000003.123.tmp",
-        ".step-00000004.gone",
-    ]
+    assert sorted(clean_leftovers(tmp_path)) == [".step-00000001.old", *leftovers]
     assert names(tmp_path) == [".other", "step-00000001", "step-00000002"]
     assert value_of(tmp_path / "step-00000002") == 2

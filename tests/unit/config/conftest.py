@@ -12,9 +12,13 @@ MODEL = {"diffusers_path": '"folder"', "train_type": '"sd3_light_pretrain"'}
 DATASET = 'resolutions = [256]\n[[directory]]\npath = "images"\n'
 
 
-class Files:
-    """The train and dataset TOML of one test."""
+def faults_of(path: Path, overrides: tuple[str, ...] = ()) -> tuple[Fault, ...]:
+    with pytest.raises(ConfigFaults) as caught:
+        load_config(path, overrides)
+    return caught.value.faults
 
+
+class Files:
     def __init__(self, folder: Path):
         self.folder = folder
         self.train_path = folder / "train.toml"
@@ -34,9 +38,7 @@ class Files:
     def faults(
         self, top: str = "", model: str = "", tables: str = "", dataset: str = DATASET, overrides: tuple[str, ...] = ()
     ) -> tuple[Fault, ...]:
-        with pytest.raises(ConfigFaults) as caught:
-            load_config(self.write(top, model, tables, dataset), overrides)
-        return caught.value.faults
+        return faults_of(self.write(top, model, tables, dataset), overrides)
 
 
 @pytest.fixture
@@ -46,8 +48,6 @@ def files(tmp_path: Path) -> Files:
 
 @pytest.fixture
 def only_fault(files: Files) -> Callable[..., Fault]:
-    """Return the single fault of a broken pair of files."""
-
     def single(*args: str, **kwargs: str) -> Fault:
         faults = files.faults(*args, **kwargs)
         assert len(faults) == 1, [str(fault) for fault in faults]

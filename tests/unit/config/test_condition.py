@@ -81,10 +81,8 @@ def test_nested_chains_evaluate_each_part_once() -> None:
 
 def test_types_and_terms_of_a_condition() -> None:
     condition = parse_condition("a > 1 and b == 'x' and c and d < e and f is None and g < h and h == '1'")
-    assert condition.kinds == {
-        **{"a": NUMBER, "b": TEXT, "c": BOOLEAN, "d": NUMBER, "e": NUMBER, "f": None},
-        **{"g": TEXT, "h": TEXT},
-    }
+    kinds = {"a": NUMBER, "b": TEXT, "c": BOOLEAN, "d": NUMBER, "e": NUMBER, "f": None, "g": TEXT, "h": TEXT}
+    assert condition.kinds == kinds
     first, rest = parse_condition("a > 1 and (b > 2 and (width > 5 or a > 9))").split([WIDTH])
     assert first.keys == {"a", "b"}
     assert rest.keys == {WIDTH, "a"}

@@ -72,12 +72,8 @@ DATASET_ACCEPTED = (
     "enable_ar_bucket = true\nar_buckets = [1.0, 1.5]",
     'shuffle_tags = true\ncache_shuffle_num = 10\ncache_shuffle_delimiter = ", "',
 )
-DATASET_REJECTED = (
-    "frame_buckets = [1, 33]",
-    'control_path = "control"',
-    "online_captions = true",
-    "shuffle_metadata = false",
-)
+DATASET_REJECTED = ("frame_buckets = [1, 33]", 'control_path = "control"')
+DATASET_REJECTED += ("online_captions = true", "shuffle_metadata = false")
 UPSTREAM_FAMILIES = """sdxl flux ltx-video hunyuan-video cosmos lumina_2 wan chroma hidream cosmos_predict2 omnigen2
     qwen_image hunyuan_image auraflow z_image hunyuan_video_15 flux2 anima ernie_image ltx2 ideogram4 krea2
     minimax_h3"""

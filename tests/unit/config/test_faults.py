@@ -3,13 +3,15 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from sd3_light.config import ConfigFaults, Fault, load_config, validation
 from sd3_light.config.faults import MOST_SHOWN
 from sd3_light.config.validation import is_secret_key
-from tests.unit.config.conftest import DATASET
+from tests.refusals import refused
+from tests.unit.config.conftest import DATASET, faults_of
 
 OnlyFault = Callable[..., Fault]
 LOCATION = "a path, or a URL such as s3://bucket/folder without credentials"
@@ -45,13 +47,9 @@ def test_ten_faults_in_three_files_come_in_one_report(files: Any) -> None:
 
 def test_files_in_place_of_each_other_are_one_fault(files: Any, only_fault: OnlyFault) -> None:
     files.write()
-    with pytest.raises(ConfigFaults) as caught:
-        load_config(files.dataset_path)
-    (fault,) = caught.value.faults
-    assert (fault.problem, fault.hint) == (
-        "this is a dataset TOML, not a train TOML",
-        "give the train TOML that names it: dataset = ...",
-    )
+    (fault,) = faults_of(files.dataset_path)
+    assert fault.problem == "this is a dataset TOML, not a train TOML"
+    assert fault.hint == "give the train TOML that names it: dataset = ..."
     fault = only_fault(top='dataset = "train.toml"')
     assert fault.file == str(files.train_path)
     assert fault.problem == "this is a train TOML, not a dataset TOML"
@@ -154,37 +152,29 @@ def test_key_paths_reach_into_lists(only_fault: OnlyFault, tables: str, key: str
 def test_missing_tables_and_keys(files: Any) -> None:
     files.write()
     files.train_path.write_text("max_steps = 1\nsave_every_n_steps = 1\n")
-    with pytest.raises(ConfigFaults) as caught:
-        load_config(files.train_path)
-    assert {fault.key for fault in caught.value.faults} == {"output_dir", "dataset", "model"}
-    assert {fault.problem for fault in caught.value.faults} == {"is required and missing"}
+    faults = faults_of(files.train_path)
+    assert {fault.key for fault in faults} == {"output_dir", "dataset", "model"}
+    assert {fault.problem for fault in faults} == {"is required and missing"}
 
 
 def test_syntax_error_names_the_line(files: Any) -> None:
     files.write(dataset="resolutions = [256]\n\npath = = 3\n")
-    with pytest.raises(ConfigFaults) as caught:
-        load_config(files.train_path)
-    (fault,) = caught.value.faults
+    (fault,) = faults_of(files.train_path)
     assert (Path(fault.file).name, fault.key) == ("data.toml", "line 3")
     files.train_path.write_text('a = """never closed\n')
-    with pytest.raises(ConfigFaults, match="line 2: TOML syntax"):
-        load_config(files.train_path)
+    refused("line 2: TOML syntax", load_config, files.train_path)
 
 
 def test_unreadable_files(files: Any) -> None:
-    with pytest.raises(ConfigFaults, match="No such file"):
-        load_config(files.folder / "absent.toml")
+    refused("No such file", load_config, files.folder / "absent.toml")
     (files.folder / "project").mkdir()
     (files.folder / "empty").mkdir()
     for name in ("train.toml", "data.toml"):
         (files.folder / "project" / name).touch()
-    with pytest.raises(ConfigFaults, match=r"it is a folder; give one of its files: data\.toml, train\.toml"):
-        load_config(files.folder / "project")
-    with pytest.raises(ConfigFaults, match=r"it is a folder; give a TOML file; `sd3-light new` writes one"):
-        load_config(files.folder / "empty")
+    refused(r"it is a folder; give one of its files: data\.toml, train\.toml", load_config, files.folder / "project")
+    refused("it is a folder; give a TOML file; `sd3-light new` writes one", load_config, files.folder / "empty")
     files.train_path.write_bytes(b"seed = 1 # \xff\n")
-    with pytest.raises(ConfigFaults, match="not UTF-8"):
-        load_config(files.train_path)
+    refused("not UTF-8", load_config, files.train_path)
 
 
 def test_missing_dataset_files_are_named(files: Any) -> None:
@@ -218,9 +208,8 @@ def test_faults_of_overrides_name_the_flag(files: Any, override: str, key: str) 
 
 def test_secrets_are_not_in_reports(files: Any) -> None:
     tables = '[monitoring]\nwandb_api_key = ["sk-1"]\nwandb_token = "sk-2"\n[monitorng]\nwandb_api_key = "sk-3"'
-    faults = files.faults(
-        'api_key = "sk-4"', tables=tables, overrides=("monitoring.wandb_api_key sk-5", "a_token=[sk-6")
-    )
+    overrides = ("monitoring.wandb_api_key sk-5", "a_token=[sk-6")
+    faults = files.faults('api_key = "sk-4"', tables=tables, overrides=overrides)
     text = str(ConfigFaults(faults))
     assert len(faults) == 6
     assert "sk-" not in text
@@ -240,27 +229,10 @@ def test_a_mistyped_secret_is_not_shown(files: Any, table: str, key: str) -> Non
     assert "hunter2" not in text
 
 
-# --- many faults ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names that were compared with all known keys."""
-    names: list[str] = []
-    closest = validation._closest
-
-    def counting(name: str, *rest: Any, **keys: Any) -> str | None:
-        names.append(name)
-        return closest(name, *rest, **keys)
-
-    monkeypatch.setattr(validation, "_closest", counting)
-    return names
-
-
 @pytest.mark.parametrize("where", ["top", "tables", "dataset", "directory", "directories"])
-def test_thousands_of_unknown_keys_are_counted_and_the_first_are_shown(
-    files: Any, compared: list[str], where: str
-) -> None:
+def test_thousands_of_unknown_keys(files: Any, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    compare = Mock(wraps=validation._closest)
+    monkeypatch.setattr(validation, "_closest", compare)
     keys = "".join(f"unknown_{number} = 1\n" for number in range(3000))
     tables = "".join(f"[unknown_{number}]\n" for number in range(3000))
     directories = "".join(f'[[directory]]\npath = "a{number}"\nunknown_{number} = 1\n' for number in range(3000))
@@ -279,11 +251,10 @@ def test_thousands_of_unknown_keys_are_counted_and_the_first_are_shown(
     assert lines[-1] == f"  ... and {3000 - MOST_SHOWN:,} more"
     assert len(lines) == 2 + MOST_SHOWN
     assert len(caught.value.faults) == 3000
-    assert len(set(compared)) <= MOST_SHOWN
+    assert len({call.args[0] for call in compare.call_args_list}) <= MOST_SHOWN
 
 
 def test_all_faults_are_shown_up_to_the_limit(files: Any) -> None:
-    with pytest.raises(ConfigFaults) as caught:
-        files.load("".join(f"unknown_{number} = 1\n" for number in range(MOST_SHOWN)))
-    assert len(str(caught.value).splitlines()) == 1 + MOST_SHOWN
-    assert "more" not in str(caught.value).splitlines()[-1]
+    text = refused("", files.load, "".join(f"unknown_{number} = 1\n" for number in range(MOST_SHOWN)))
+    assert len(text.splitlines()) == 1 + MOST_SHOWN
+    assert "more" not in text.splitlines()[-1]

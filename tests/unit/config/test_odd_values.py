@@ -15,9 +15,8 @@ values = [true, -1, 0, 3, 1e400, nan, 0.5, "", "x", [], [1], [[]], [["a", 1]], [
     {name = 3}, 1979-05-27, [256, "x", [1]]]
 """
 VALUES = tomllib.loads(ODD)["values"]
-KEYS = [
-    (kind, name, key) for kind in SCHEMAS for name, table in walk_tables(SCHEMAS[kind]) for key in table.model_fields
-]
+TABLES = [(kind, *table) for kind in SCHEMAS for table in walk_tables(SCHEMAS[kind])]
+KEYS = [(kind, name, key) for kind, name, table in TABLES for key in table.model_fields]
 TRAIN = {"output_dir": "out", "dataset": "data.toml", "max_steps": 1, "save_every_n_steps": 1}
 
 

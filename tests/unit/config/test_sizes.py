@@ -8,7 +8,8 @@ import pytest
 import torch
 from diffusers import SD3Transformer2DModel
 
-from sd3_light.config import SIZES, ModelConfig, ModelSize, UserError, resolve_size, size_from_transformer_config
+from sd3_light.config import SIZES, ModelConfig, ModelSize, resolve_size, size_from_transformer_config
+from tests.refusals import refused
 
 
 @pytest.mark.parametrize("qk_norm", [True, False])
@@ -37,5 +38,4 @@ def test_size_of_a_model_table() -> None:
     small = ModelConfig(diffusers_path=folder, size="sd3.5_medium", num_layers=4, qk_norm=False)
     assert (resolve_size(small).num_layers, resolve_size(small).qk_norm) == (4, False)
     assert resolve_size(small).dual_attention_layers == (0, 1, 2, 3)
-    with pytest.raises(UserError, match=r"model\.size"):
-        resolve_size(ModelConfig(diffusers_path=folder))
+    refused(r"model\.size", resolve_size, ModelConfig(diffusers_path=folder))

@@ -5,9 +5,9 @@ from itertools import product
 
 import pytest
 
-from sd3_light.config.faults import UserError
 from sd3_light.config.toml_text import format_toml, line_of, toml_entries, with_value
 from sd3_light.recipes import FOLDER
+from tests.refusals import refused
 
 TEXT = '''# head
 a = 1 # one
@@ -129,8 +129,7 @@ def test_a_key_of_a_new_table_and_of_an_empty_text() -> None:
     ],
 )
 def test_what_cannot_be_changed_alone_is_refused(text: str, key: str, value: str, problem: str) -> None:
-    with pytest.raises(UserError, match=problem):
-        with_value(text, key, value)
+    refused(problem, with_value, text, key, value)
 
 
 @pytest.mark.parametrize("value", ["a", 'a "b" \\ \n \x7f 中', True, 3, 1e-5, [1, ["x"]], {"a b": {"c": 1}}])

@@ -8,9 +8,8 @@ from sd3_light.config.base import field_types, known_values, walk_tables
 from sd3_light.config.unsupported import UNSUPPORTED_KEYS, UnsupportedKey
 from sd3_light.config.validation import SCHEMAS, check_table, format_value
 
-NAMES = [
-    f"{entry.file_kind}:{entry.dotted_key}{f'={entry.value}' if entry.value else ''}" for entry in UNSUPPORTED_KEYS
-]
+VALUES = [f"={entry.value}" if entry.value else "" for entry in UNSUPPORTED_KEYS]
+NAMES = [f"{e.file_kind}:{e.dotted_key}{value}" for e, value in zip(UNSUPPORTED_KEYS, VALUES, strict=True)]
 
 
 @pytest.mark.parametrize("entry", UNSUPPORTED_KEYS, ids=NAMES)

@@ -61,14 +61,11 @@ def toy_content(
     )
 
 
-def toy_shard(
-    folder: Path, name: str, content: ShardContent, bucket: str = "32x16", directory: str = LABEL
-) -> ShardEntry:
-    """Write one shard to ``folder`` and return its entry."""
+def toy_shard(folder: Path, name: str, content: ShardContent, bucket: str = "32x16", label: str = LABEL) -> ShardEntry:
     shards = folder / SHARDS
     shards.mkdir(parents=True, exist_ok=True)
     resolution = (0, 0) if bucket == "empty" else (32, 16)
-    entry = ShardEntry(f"{name}.safetensors", bucket, resolution, directory, 0, 0, "", name)
+    entry = ShardEntry(f"{name}.safetensors", bucket, resolution, label, 0, 0, "", name)
     ids = content.sample_id.tolist()
     return write_shard(shards, entry, content, [Origin(f"key/{sample}", "f", 32, 16, ("a caption",)) for sample in ids])
 
@@ -100,8 +97,6 @@ def fake_cache(
 
 @pytest.fixture
 def make_cache(tmp_path: Path) -> Callable[..., CachedDataset]:
-    """Return a function that writes `fake_cache` to the test's folder and opens it."""
-
     def make(**keys: object) -> CachedDataset:
         fake_cache(tmp_path / "cache", **keys)  # type: ignore[arg-type]
         return CachedDataset(LocalStore(tmp_path / "cache"))

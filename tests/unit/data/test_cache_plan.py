@@ -18,23 +18,12 @@ from sd3_light.data.cache_plan import CachePlan
 from sd3_light.randomness import sample_id
 from sd3_light.sources.buckets import assign_all, buckets_by_resolution
 from sd3_light.sources.catalogue import InputRow, chunks, make_sources
-from tests.unit.sources.catalogues import (
-    IDENTITY,
-    directory,
-    plan_for,
-    sample_names,
-    shard_files,
-    shard_of,
-    write_image,
-)
+from tests.unit.sources.catalogues import IDENTITY, directory, names_in, plan_for, shard_files, shard_of, write_image
 from tests.unit.sources.inputs import scan_all
 
 pytestmark = pytest.mark.usefixtures("small_parts")
 
 SIZES = [(64, 64), (96, 48), (48, 96), (70, 60)]
-
-
-# --- contents of shards ---------------------------------------------------------------------------
 
 
 def naive(directories: Sequence[DirectoryConfig], size: int) -> list[tuple[Any, ...]]:
@@ -92,16 +81,12 @@ def test_a_plan_matches_the_naive_computation(tmp_path: Path, cache: Path, keys:
     assert [shard.number for shard in plan.shards] == list(range(len(plan.shards)))
 
 
-def test_shards_do_not_depend_on_the_batches_they_are_written_in(
-    images: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = [
-        (shard, sample_names(plan, shard)) for plan in [plan_for(cache, images, size=4)] for shard in plan.shards
-    ]
+def test_shards_do_not_depend_on_written_batches(images: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [(shard, names_in(plan, shard)) for plan in [plan_for(cache, images, size=4)] for shard in plan.shards]
     assert len(expected) > 9
     monkeypatch.setattr(module, "_SHARDS_PER_BATCH", 3)
     plan = plan_for(cache.with_name("other"), images, size=4)
-    assert [(shard, sample_names(plan, shard)) for shard in plan.shards] == expected
+    assert [(shard, names_in(plan, shard)) for shard in plan.shards] == expected
 
 
 def test_crops_and_enlargements_are_counted(cache: Path, tmp_path: Path) -> None:
@@ -110,9 +95,6 @@ def test_crops_and_enlargements_are_counted(cache: Path, tmp_path: Path) -> None
     write_image(tmp_path / "images" / "wide.png", size=(200, 100))
     counts = plan_for(cache, tmp_path / "images").counts
     assert (counts.images, counts.cropped, counts.enlarged) == (3, 1, 1)
-
-
-# --- changes that rename shards -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("change", ["caption", "image", "mask"])
@@ -151,9 +133,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_that_affects_all_samples_renames_all_shards(
-    images: Path, cache: Path, tmp_path: Path, change: str
-) -> None:
+def test_a_change_of_all_samples_renames_all_shards(images: Path, cache: Path, tmp_path: Path, change: str) -> None:
     identity, keys = CHANGES[change]
     write_image(tmp_path / "white.png", 255, caption=None)
     for number in range(30):
@@ -176,7 +156,7 @@ def test_settings_that_skip_samples_rename_shards(images: Path, cache: Path) -> 
 
 
 def selected(plan: CachePlan) -> set[str]:
-    return {name for shard in plan.shards for name in sample_names(plan, shard)}
+    return {name for shard in plan.shards for name in names_in(plan, shard)}
 
 
 def test_where_selects_by_columns_and_by_the_size_of_images(images: Path, cache: Path) -> None:
@@ -206,9 +186,7 @@ def test_where_selects_by_columns_and_by_the_size_of_images(images: Path, cache:
 
 
 @pytest.mark.parametrize(("keep", "count"), [("keep", 32), ("drop", 30)])
-def test_images_with_equal_bytes_are_counted_or_dropped(
-    tmp_path: Path, images: Path, cache: Path, keep: str, count: int
-) -> None:
+def test_equal_images_are_counted_or_dropped(tmp_path: Path, images: Path, cache: Path, keep: str, count: int) -> None:
     shutil.copy(images / "03.png", images / "copy.png")
     shutil.copy(images / "03.txt", images / "copy.txt")
     (tmp_path / "other").mkdir()
@@ -237,7 +215,6 @@ def scenes(tmp_path: Path) -> Path:
 
 
 def sample_id_bytes(number: int) -> bytes:
-    """Return 48 bytes that differ for every number."""
     return b"".join(sample_id(f"{number} {block}").to_bytes(8, "little") for block in range(6))
 
 
@@ -284,33 +261,23 @@ def test_a_different_shuffle_delimiter_renames_the_shard(images: Path, cache: Pa
     assert names[0] != names[1]
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"num_repeats": 2.5},
-        {"min_ar": 0.9, "max_ar": 1.1, "num_ar_buckets": 3},
-        {"enable_ar_bucket": True, "ar_buckets": [0.5, 1.0, 2.0]},
-        {"size_buckets": [[64, 64], [96, 48]]},
-        {"skip_empty_caption": True},
-        {"cache_shuffle_delimiter": "; "},
-    ],
-    ids=[
-        "repeats",
-        "unused ratios",
-        "same bucket by ratio",
-        "same bucket by size",
-        "no empty captions",
-        "unused delimiter",
-    ],
-)
+NO_CHANGES: dict[str, dict[str, Any]] = {
+    "repeats": {"num_repeats": 2.5},
+    "unused ratios": {"min_ar": 0.9, "max_ar": 1.1, "num_ar_buckets": 3},
+    "same bucket by ratio": {"enable_ar_bucket": True, "ar_buckets": [0.5, 1.0, 2.0]},
+    "same bucket by size": {"size_buckets": [[64, 64], [96, 48]]},
+    "no empty captions": {"skip_empty_caption": True},
+    "unused delimiter": {"cache_shuffle_delimiter": "; "},
+}
+
+
+@pytest.mark.parametrize("keys", NO_CHANGES.values(), ids=NO_CHANGES)
 def test_settings_that_do_not_affect_features_rename_nothing(images: Path, cache: Path, keys: dict[str, Any]) -> None:
     assert shard_files(plan_for(cache, [directory(images, **keys)])) == shard_files(plan_for(cache, images))
 
 
 @pytest.mark.parametrize("change", ["times", "copied", "masks moved"])
-def test_new_paths_and_times_of_the_same_bytes_rename_nothing(
-    images: Path, cache: Path, tmp_path: Path, change: str
-) -> None:
+def test_new_paths_and_times_rename_nothing(images: Path, cache: Path, tmp_path: Path, change: str) -> None:
     masks = tmp_path / "masks"
     for number in range(30):
         write_image(masks / f"{number:02}.png", 255, caption=None)

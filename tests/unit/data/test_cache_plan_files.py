@@ -14,22 +14,13 @@ import numpy as np
 import pytest
 
 from sd3_light.config import DirectoryConfig
-from sd3_light.config.faults import UserError
 from sd3_light.data import cache_plan as module
 from sd3_light.data.cache_plan import make_cache_plan
 from sd3_light.sources import catalogue as catalogue_module
 from sd3_light.sources.catalogue import Catalogue, InputRow, Listing, make_sources
 from sd3_light.sources.claims import Claims
-from tests.unit.sources.catalogues import (
-    FORK,
-    IDENTITY,
-    directory,
-    plan_for,
-    sample_names,
-    shard_files,
-    start,
-    write_image,
-)
+from tests.refusals import refused
+from tests.unit.sources.catalogues import FORK, IDENTITY, directory, names_in, plan_for, shard_files, start, write_image
 from tests.waiting import HANG_SECONDS
 
 pytestmark = pytest.mark.usefixtures("small_parts")
@@ -43,9 +34,7 @@ def test_an_unchanged_plan_is_reused(images: Path, cache: Path, monkeypatch: pyt
     assert after.shards == before.shards
     assert after.counts == before.counts
     assert after.counts.rejected == {"not_an_image": 1}
-    assert [sample_names(after, shard) for shard in after.shards] == [
-        sample_names(before, shard) for shard in before.shards
-    ]
+    assert [names_in(after, shard) for shard in after.shards] == [names_in(before, shard) for shard in before.shards]
 
 
 @pytest.mark.parametrize("change", ["size", "identity", "setting", "file", "version"])
@@ -126,7 +115,6 @@ def test_the_work_of_a_killed_planner_is_taken_over(images: Path, cache: Path) -
 
 
 def test_a_living_planner_is_waited_for(images: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its plan is used, and nothing is planned twice."""
     expected = shard_files(plan_for(cache, images))
     aside = cache.with_name("aside")
     aside.mkdir()
@@ -149,40 +137,29 @@ def test_a_living_planner_is_waited_for(images: Path, cache: Path, monkeypatch: 
     assert len(waits) == 1
 
 
+def probed_row(label: str, name: str, index: int) -> InputRow:
+    return InputRow(f"{label}/{name}", f'["{name}"]', "", "1-1", ("a, b",), 64, 64, f"{index:032x}")
+
+
 def write_listing(catalogue: Catalogue, config: DirectoryConfig, parts: int, rows: int) -> Listing:
     """Write a catalogue of invented probed rows: ``parts`` parts of ``rows`` rows."""
     (source,) = make_sources([config])
     digests = [f"{number:032x}" for number in range(parts)]
     (catalogue.folder / "parts").mkdir(parents=True)
     for number, digest in enumerate(digests):
-        part = [
-            InputRow(
-                f"{source.label}/{number}-{index}.png",
-                f'["{number}-{index}.png"]',
-                "",
-                "1-1",
-                ("a, b",),
-                64,
-                64,
-                f"{index:032x}",
-            )
-            for index in range(rows)
-        ]
+        part = [probed_row(source.label, f"{number}-{index}.png", index) for index in range(rows)]
         catalogue_module.write_part(catalogue._part(digest), part)
     return Listing(source, tuple(digests), parts * rows)
 
 
 @pytest.fixture
 def large(cache: Path, tmp_path: Path) -> Iterator[tuple[Catalogue, list[Listing]]]:
-    """12,000 samples."""
     with Claims(cache / "claims") as claims:
         catalogue = Catalogue(cache, claims)
         yield catalogue, [write_listing(catalogue, directory(tmp_path), 24, 500)]
 
 
-def test_planning_holds_only_a_few_shards_in_memory(
-    large: tuple[Catalogue, list[Listing]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planning_holds_few_shards(large: tuple[Catalogue, list[Listing]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_SHARDS_PER_BATCH", 8)
     catalogue, (listing,) = large
     first, second = (replace(listing, parts=parts) for parts in (listing.parts[:12], listing.parts[12:]))
@@ -211,7 +188,6 @@ def test_a_plan_is_opened_without_reading_its_samples(cache: Path, images: Path)
     shutil.rmtree(cache / "catalogue" / "parts")
     assert sum(shard.count for shard in plan.shards) == 30
     assert len(np.concatenate([plan.ids(shard) for shard in plan.shards])) == 30
-    with pytest.raises(UserError, match="run again"):
-        plan.members(plan.shards[0])
+    refused("run again", plan.members, plan.shards[0])
     counts = json.loads(next((cache / "catalogue").glob("plan-*.json")).read_text())
     assert counts["pictures"] == 30

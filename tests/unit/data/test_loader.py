@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch.utils.data import Dataset, get_worker_info
 from sd3_light.config.faults import UserError
 from sd3_light.data.loader import PipelineDataLoader, _end_workers
 from sd3_light.data.stream import CachedDataset, MicroBatches
+from tests.refusals import refused
 from tests.waiting import HANG_SECONDS, wait_until
 
 MakeCache = Callable[..., CachedDataset]
@@ -29,8 +31,6 @@ ROOT = Path(__file__).parents[3]
 
 
 class Model:
-    """A model that prepares a batch by a function."""
-
     def __init__(self, prepare: Callable[[Any], Any]) -> None:
         self.prepare = prepare
 
@@ -39,8 +39,6 @@ class Model:
 
 
 class Items(Dataset[Any]):
-    """Items by a function."""
-
     def __init__(self, count: int, make: Callable[[int], Any]) -> None:
         self.count = count
         self.make = make
@@ -83,15 +81,12 @@ def prepare_plain_into(batch: dict[str, Any], empty: Callable[..., torch.Tensor]
 
 
 def test_tensors_prepared_in_a_slot_arrive(make_cache: MakeCache) -> None:
-    def never(batch: Any) -> None:
-        raise AssertionError("a worker has memory to lay it into")
-
+    never = Mock(side_effect=AssertionError("a worker has memory to lay it into"))
     data = make_cache(captions=2)
     plain, count = all_steps(loader_of(data)), 0
     batches = MicroBatches(data, data.order(0, ONCE, lambda resolution: 4), 0, 1, 1)
-    laid = PipelineDataLoader(
-        batches, object(), 1, Model(never), num_dataloader_workers=2, items=range(6), prepare_into=prepare_plain_into
-    )
+    keys = {"num_dataloader_workers": 2, "items": range(6), "prepare_into": prepare_plain_into}
+    laid = PipelineDataLoader(batches, object(), 1, Model(never), **keys)
     for wanted, step in zip(plain, laid.steps(), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(flat([wanted]), flat([step]), strict=True))
         count += 1
@@ -135,9 +130,7 @@ def count_when_idle(dataset: Counting, at_least: int) -> int:
 def test_workers_prepare_at_most_prefetch_items(workers: int, prefetch: int) -> None:
     """Host memory is bounded by workers x prefetch micro-batches (law 10)."""
     dataset = Counting()
-    loader = PipelineDataLoader(
-        dataset, object(), 1, PLAIN, num_dataloader_workers=workers, prefetch_batches_per_worker=prefetch
-    )
+    loader = PipelineDataLoader(dataset, object(), 1, PLAIN, workers, prefetch)
     assert loader.dataloader.prefetch_factor == prefetch
     batches = loader.steps()
     for taken in (1, 2):
@@ -154,9 +147,6 @@ def test_without_workers_batches_are_made_on_demand() -> None:
         assert dataset.made.value == taken
 
 
-# --- memory ------------------------------------------------------------------------------------
-
-
 def test_collections_in_workers_do_not_visit_what_the_trainer_made() -> None:
     """They would copy memory that workers share with the trainer, and take 0.3 s each after torch's imports."""
     of_trainer: list[Any] = [[]]
@@ -167,7 +157,6 @@ def test_collections_in_workers_do_not_visit_what_the_trainer_made() -> None:
 
 
 def doubled(batch: dict[str, Any]) -> Any:
-    """Compute new tensors from the batch."""
     return (batch["sample_id"] * 2, batch["moments"] + 1, batch["t5"].float()), (batch["repeat"], batch["mask"])
 
 
@@ -213,9 +202,6 @@ def test_batch_memory_is_workers_times_prefetch_plus_the_one_in_use(workers: int
     assert workers * prefetch <= held / batch <= workers * prefetch + 1 + 0.1
 
 
-# --- errors ------------------------------------------------------------------------------------
-
-
 def faulty(kind: str) -> Items:
     """Item 3 raises a UserError, or kills its worker; without workers it is made."""
 
@@ -234,9 +220,7 @@ def test_a_user_error_in_a_worker_is_one_line_and_ends_the_workers(workers: int)
     """The traceback still holds the iteration: collected later, torch would wait 5 seconds for each worker."""
     before = set(multiprocessing.active_children())
     loader = PipelineDataLoader(faulty("user"), None, 1, IDENTITY, num_dataloader_workers=workers)
-    with pytest.raises(UserError) as fault:
-        list(loader)
-    assert str(fault.value) == "shard x is damaged; run y"
+    assert refused("", list, loader) == "shard x is damaged; run y"
     assert set(multiprocessing.active_children()) <= before
 
 
@@ -257,9 +241,7 @@ def test_a_dead_worker_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_batches_of_a_dead_worker_are_prepared_without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
     lost: list[UserError] = []
-    loader = PipelineDataLoader(
-        faulty("killed"), None, 1, IDENTITY, 2, prefetch_batches_per_worker=2, on_lost_worker=lost.append
-    )
+    loader = PipelineDataLoader(faulty("killed"), None, 1, IDENTITY, 2, 2, on_lost_worker=lost.append)
     before = set(multiprocessing.active_children())
     assert [int(features["x"]) for features, _ in loader] == list(range(8)), "in order, each once"
     (error,) = lost
@@ -275,8 +257,6 @@ def test_a_dead_worker_interrupts_no_step() -> None:
         next(batches)
         assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL
 
-
-# --- the note on memory ------------------------------------------------------------------------
 
 PROGRAM = """
 import torch
@@ -334,9 +314,8 @@ def test_the_program_of_the_memory_note_runs(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(PROGRAM + TAIL, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=HANG_SECONDS
-    )
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["default prefetch_factor = 2", "limited prefetch_factor = 1", "16", "16"]
 

@@ -10,21 +10,7 @@ import numpy as np
 import pytest
 
 from sd3_light.data import order as order_module
-from sd3_light.data.order import (
-    _UNIT_BITS,
-    BucketOrder,
-    Indices,
-    Order,
-    Picks,
-    Segment,
-    _hash,
-    _key,
-    build_order,
-    open_shards,
-    permute,
-    rank_picks,
-    rank_slice,
-)
+from sd3_light.data.order import BucketOrder, Order, Picks, Segment, build_order, permute, rank_picks, rank_slice
 from tests.cases import combinations
 
 Row = tuple[int, int, int, int]
@@ -54,10 +40,7 @@ def mixed() -> Order:
     return build_order(5, [([Segment(37), Segment(11, 2.0)], 8), ([Segment(23, 0.5), Segment(5)], 6)])
 
 
-# --- the permutation ---------------------------------------------------------------------------
-
-
-def permuted(size: int, key: int, positions: Indices | None = None) -> Indices:
+def permuted(size: int, key: int, positions: order_module.Indices | None = None) -> order_module.Indices:
     """Return a permutation of ``range(size)`` at all or some positions."""
     positions = np.arange(size) if positions is None else positions
     return permute(positions, np.full(len(positions), size), np.full(len(positions), key, dtype=np.uint64))
@@ -71,9 +54,8 @@ def test_permutation_is_a_bijection(size: int) -> None:
 def test_permutations_of_several_sizes_and_keys_at_once() -> None:
     sizes, keys = np.array([5, 1000, 5, 77, 1]), np.array([1, 2, 3, 1, 9], dtype=np.uint64)
     positions = np.array([4, 900, 4, 5, 0])
-    alone = [
-        permuted(int(size), int(key), np.array([at]))[0] for size, key, at in zip(sizes, keys, positions, strict=True)
-    ]
+    each = zip(sizes, keys, positions, strict=True)
+    alone = [permuted(int(size), int(key), np.array([at]))[0] for size, key, at in each]
     assert permute(positions, sizes, keys).tolist() == alone
 
 
@@ -86,9 +68,6 @@ def test_golden_values() -> None:
     windowed = build_order(0, [(shards, 4), ([Segment(8)] * 40, 8)], window=4)
     whole = [epoch_rows(order, epoch) for order in (mixed(), windowed) for epoch in range(3)]
     assert sha256(repr(whole).encode()).hexdigest() == GOLDEN_EPOCHS
-
-
-# --- an epoch ----------------------------------------------------------------------------------
 
 
 def test_an_epoch_sees_each_sample_repeats_times_apart_from_the_stated_padding() -> None:
@@ -121,9 +100,6 @@ def _without_padding(order: Order, epoch: int) -> list[Row]:
     return real
 
 
-# --- repeats and small buckets -----------------------------------------------------------------
-
-
 def test_numbers_of_a_bucket() -> None:
     bucket = BucketOrder((Segment(10), Segment(3, 1.5)), 8)
     assert (bucket.length, bucket.num_batches, bucket.padding) == (15, 2, 1), "14.5, rounded"
@@ -131,8 +107,6 @@ def test_numbers_of_a_bucket() -> None:
     assert BucketOrder((Segment(1, 0.1),), 8).length == 1, "at least one"
     assert BucketOrder((Segment(1, 0.1),) * 20, 8).length == 2, "rounded over the bucket, not shard by shard"
 
-
-# --- worlds ------------------------------------------------------------------------------------
 
 LAYOUTS: dict[str, list[list[Segment]]] = {
     "one shard": [[Segment(61)]],
@@ -209,15 +183,13 @@ def test_a_world_size_that_does_not_divide_the_batch_is_rejected() -> None:
         rank_slice(24, 0, 4, 0, 4)
 
 
-# --- resume and cost ---------------------------------------------------------------------------
-
-
 def test_ten_million_samples_and_512_ranks_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks, micro, hashed = 512, 64, 0
+    real = order_module._hash
 
     def counted(*args: Any) -> Any:
         nonlocal hashed
-        numbers = _hash(*args)
+        numbers = real(*args)
         hashed += numbers.size
         return numbers
 
@@ -242,9 +214,6 @@ def test_only_the_tables_of_neighbouring_epochs_are_kept() -> None:
     assert {epoch for epoch, _ in order._tables} == {4, 5}
     order.picks(0)
     assert {epoch for epoch, _ in order._tables} == {0}
-
-
-# --- locality ----------------------------------------------------------------------------------
 
 
 def test_consecutive_steps_read_few_shards() -> None:
@@ -279,10 +248,8 @@ def test_next_windows_contain_the_shards_of_the_next_steps(batch: int) -> None:
 
 
 def test_open_shards_follow_the_window() -> None:
-    assert [open_shards(*numbers) for numbers in [(16, 1), (4, 3), (16, 100)]] == [32, 24, 512]
+    assert [order_module.open_shards(*numbers) for numbers in [(16, 1), (4, 3), (16, 100)]] == [32, 24, 512]
 
-
-# --- interleaving ------------------------------------------------------------------------------
 
 COUNTS = [(1,), (7,), (1, 1), (1, 500), (3, 5, 7), (100, 1, 1, 40), (2,) * 30, tuple(range(1, 25)), (0, 4, 9)]
 
@@ -301,20 +268,18 @@ def test_every_batch_has_one_step_and_batches_of_a_bucket_come_in_sequence(count
 
 def test_position_agrees_with_sorting_all_batches() -> None:
     """The few candidates contain the right batch: sorting the whole list by time gives the same result."""
-    order = build_order(9, [([Segment(size)], 3) for size in (300, 31, 2, 90, 600)])
+    bits, order = order_module._UNIT_BITS, build_order(9, [([Segment(size)], 3) for size in (300, 31, 2, 90, 600)])
     for epoch in range(3):
         timed = []
         for bucket, plan in enumerate(order.buckets):
             batches = np.arange(plan.num_batches)
-            words = _hash(_key(9, "batches", epoch), np.full(len(batches), bucket), batches)
-            times = (batches + (words >> np.uint64(64 - _UNIT_BITS)) / 2**_UNIT_BITS) / plan.num_batches
+            key = order_module._key(9, "batches", epoch)
+            words = order_module._hash(key, np.full(len(batches), bucket), batches)
+            times = (batches + (words >> np.uint64(64 - bits)) / 2**bits) / plan.num_batches
             timed += [(time, bucket, batch) for batch, time in enumerate(times.tolist())]
         first = epoch * order.steps_per_epoch
         positions = [order.position(step)[1:] for step in range(first, first + order.steps_per_epoch)]
         assert positions == [(bucket, batch) for _, bucket, batch in sorted(timed)]
-
-
-# --- small buckets -----------------------------------------------------------------------------
 
 
 def test_small_buckets_can_be_dropped_and_are_listed() -> None:
@@ -325,9 +290,6 @@ def test_small_buckets_can_be_dropped_and_are_listed() -> None:
     assert [bucket.padding for bucket in order.buckets] == [0, 4, 0, 0]
     assert {bucket for bucket, *_ in epoch_rows(order)} == {1, 3}
     assert build_order(0, buckets).dropped == ()
-
-
-# --- samples of a step assigned to ranks by segment ------------------------------------------------
 
 
 @pytest.mark.parametrize("world", [1, 2, 8])

@@ -16,6 +16,7 @@ from sd3_light.data.resident import ResidentBucket, ResidentCache, ResidentPicks
 from sd3_light.data.shards import ShardContent
 from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import CachedDataset
+from tests.refusals import refused
 from tests.unit.data.conftest import toy_content, toy_shard
 
 MakeCache = Callable[..., CachedDataset]
@@ -23,7 +24,6 @@ CPU = torch.device("cpu")
 
 
 def held(folder: Path, *contents: ShardContent) -> ResidentBucket:
-    """Write a cache of one bucket and hold it in memory."""
     entries = tuple(toy_shard(folder, f"{number}", content) for number, content in enumerate(contents))
     empty = toy_shard(folder, "empty", toy_content([0], bucket="empty"), "empty", "")
     Manifest({"text_tokens": "padded"}, entries, empty).save(folder)
@@ -75,21 +75,16 @@ def test_a_cache_larger_than_memory_is_rejected(make_cache: MakeCache, monkeypat
     size = sum(entry.bytes for entry in data.manifest.shards)
     monkeypatch.setattr(manifest_module, "available_memory", lambda: int(size / 0.8) + 1)
     ResidentCache(data, CPU)
-    with pytest.raises(UserError, match=r"2 times on this machine.*sd3_streaming_dataset = true"):
-        ResidentCache(data, CPU, processes=2)
+    refused(r"2 times on this machine.*sd3_streaming_dataset = true", ResidentCache, data, CPU, processes=2)
     monkeypatch.setattr(manifest_module, "available_memory", lambda: int(size / 0.8) - 2)
-    with pytest.raises(UserError, match=r'stream it .cache_residence = "stream"'):
-        ResidentCache(data, CPU)
+    refused(r'stream it .cache_residence = "stream"', ResidentCache, data, CPU)
 
 
-def test_the_sizes_of_a_cache_and_of_the_memory_are_named(
-    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_sizes_of_cache_and_memory_are_named(make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
     data = make_cache()
     data.manifest = replace(data.manifest, shards=(replace(data.manifest.shards[0], bytes=8 * 10**9 + 1),))
     monkeypatch.setattr(manifest_module, "available_memory", lambda: 10 * 10**9)
-    with pytest.raises(UserError, match=r"takes 8.0 GB and 10.0 GB of memory are free, of which 80% may be taken"):
-        ResidentCache(data, CPU)
+    refused(r"takes 8.0 GB and 10.0 GB of memory are free, of which 80% may be taken", ResidentCache, data, CPU)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * 10**9, 16 * 10**9))
     with pytest.raises(UserError, match=r"takes 8.0 GB and 10.0 GB of GPU memory are free.*cache_residence = \"host\""):
         ResidentCache(data, torch.device("cuda"))

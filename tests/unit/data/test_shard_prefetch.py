@@ -146,7 +146,6 @@ def remote_batches(folder: Path, limit: int = 10**9) -> MicroBatches:
 
 
 def window_files(batches: MicroBatches, number: int) -> set[str]:
-    """Return the shards of a window of the first epoch."""
     shards = batches.data.buckets[0].shards
     first = number * WINDOW * SIZE // SIZE
     picks = [batches.order.picks(step) for step in range(first, first + WINDOW)]
@@ -176,9 +175,7 @@ def test_the_next_window_is_downloaded_while_the_reader_waits(folder: Path, monk
     assert set(downloads.started) == current | following, "bounded by the order's windows"
 
 
-def test_a_small_disk_is_not_filled_before_the_shards_of_a_step_are_open(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_small_disk_has_room_for_the_shards_of_a_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = [path.stat().st_size for path in (folder / "cache" / "shards").glob("*.safetensors")]
     batches, downloads = remote_batches(folder, 2 * WINDOW * max(sizes)), Downloads(monkeypatch)
     assert not batches.data.store.prefetches_early

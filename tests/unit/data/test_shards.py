@@ -5,6 +5,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.feather as feather
@@ -13,11 +14,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from sd3_light.config.faults import UserError
 from sd3_light.data import shards as module
 from sd3_light.data.manifest import CACHE_FORMAT, MANIFEST, Manifest, ShardEntry, read_entry
 from sd3_light.data.shards import Origin, ShardContent, read_origins, write_shard
 from sd3_light.files import file_sha256
+from tests.refusals import refused
 from tests.unit.data.conftest import toy_content
 
 ENTRY = ShardEntry("a.safetensors", "32x16", (32, 32), "images#0", 0, 0, "", "fingerprint")
@@ -33,7 +34,6 @@ ORIGINS = [
 
 @pytest.fixture
 def content() -> ShardContent:
-    """Three samples with two captions, two variants and masks, of real tokens."""
     made = toy_content((3, 1, 7), captions=2, variants=2, mask=True, real=True)
     return replace(made, sample_id=torch.tensor(IDS))
 
@@ -105,9 +105,7 @@ def test_a_shard_has_the_tensors_of_its_columns(tmp_path: Path, content: ShardCo
 
 
 @pytest.mark.parametrize("survives", [0, 1, 2])
-def test_a_shard_never_exists_without_its_companions(
-    tmp_path: Path, content: ShardContent, monkeypatch: pytest.MonkeyPatch, survives: int
-) -> None:
+def test_a_killed_write(tmp_path: Path, content: ShardContent, monkeypatch: pytest.MonkeyPatch, survives: int) -> None:
     """A process killed before any of the three renames leaves no shard file."""
     calls, real = 0, os.replace
 
@@ -128,15 +126,10 @@ def test_a_shard_never_exists_without_its_companions(
     assert read_entry(tmp_path, entry.file) == entry, "the next run completes it"
 
 
-def test_a_shard_that_does_not_fit_on_the_disk_is_reported(
-    tmp_path: Path, content: ShardContent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_room(*_: object) -> None:
-        raise module.SafetensorError("I/O error: No space left on device")
-
+def test_a_full_disk_is_reported(tmp_path: Path, content: ShardContent, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_room = Mock(side_effect=module.SafetensorError("I/O error: No space left on device"))
     monkeypatch.setattr("safetensors.torch.save_file", no_room)
-    with pytest.raises(UserError, match=rf"cannot write {tmp_path / 'a.safetensors'}: .*No space left"):
-        written(tmp_path, content)
+    refused(rf"cannot write {tmp_path / 'a.safetensors'}: .*No space left", written, tmp_path, content)
     assert os.listdir(tmp_path) == []
 
 
@@ -152,20 +145,12 @@ def manifest(tmp_path: Path, content: ShardContent) -> Manifest:
     )
 
 
-def test_a_manifest_round_trips_and_is_replaced_atomically(
-    tmp_path: Path, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(UserError, match=rf"no cache at {tmp_path}; build it with `sd3-light cache CONFIG`"):
-        Manifest.load(tmp_path)
+def test_manifest_round_trips_atomically(tmp_path: Path, manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused(rf"no cache at {tmp_path}; build it with `sd3-light cache CONFIG`", Manifest.load, tmp_path)
     manifest.save(tmp_path)
     assert Manifest.load(tmp_path) == Manifest.from_json((tmp_path / MANIFEST).read_bytes(), "there") == manifest
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(UserError, match="cannot write"):
-        replace(manifest, shards=()).save(tmp_path)
+    monkeypatch.setattr(os, "replace", Mock(side_effect=OSError(28, "No space left on device")))
+    refused("cannot write", replace(manifest, shards=()).save, tmp_path)
     assert Manifest.load(tmp_path) == manifest
 
 
@@ -175,8 +160,7 @@ def test_another_format_is_rejected(tmp_path: Path, manifest: Manifest, other: i
     data = json.loads((tmp_path / MANIFEST).read_text())
     (tmp_path / MANIFEST).write_text(json.dumps({**data, "format": other}))
     line = f"has format {other}, this version reads {CACHE_FORMAT}; `sd3-light cache CONFIG` encodes it again"
-    with pytest.raises(UserError, match=line):
-        Manifest.load(tmp_path)
+    refused(line, Manifest.load, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -190,12 +174,8 @@ def test_another_format_is_rejected(tmp_path: Path, manifest: Manifest, other: i
 def test_a_damaged_manifest_is_reported(tmp_path: Path, content: bytes) -> None:
     assert CACHE_FORMAT == 5
     (tmp_path / MANIFEST).write_bytes(content)
-    with pytest.raises(
-        UserError, match=rf"{tmp_path / MANIFEST} is damaged .*`sd3-light cache CONFIG` writes it again"
-    ):
-        Manifest.load(tmp_path)
-    with pytest.raises(UserError, match=r"s3://there is damaged"):
-        Manifest.from_json(content, "s3://there")
+    refused(rf"{tmp_path / MANIFEST} is damaged .*`sd3-light cache CONFIG` writes it again", Manifest.load, tmp_path)
+    refused(r"s3://there is damaged", Manifest.from_json, content, "s3://there")
 
 
 def test_damaged_offsets_of_the_origins_are_an_error_not_a_crash(tmp_path: Path) -> None:

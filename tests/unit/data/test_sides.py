@@ -15,10 +15,8 @@ def entry(name: str, count: int, bucket: str = "64x64") -> ShardEntry:
 
 
 ENTRIES = [entry("a", 4), entry("b", 2), entry("c", 3), entry("d", 1, "80x48"), entry("e", 5, "80x48")]
-HELD = HeldOut(
-    {"a.safetensors": (11,), "b.safetensors": (20, 21), "d.safetensors": (40,)},
-    {"a.safetensors": (13,), "c.safetensors": (31,)},
-)
+VALIDATION = {"a.safetensors": (11,), "b.safetensors": (20, 21), "d.safetensors": (40,)}
+HELD = HeldOut(VALIDATION, {"a.safetensors": (13,), "c.safetensors": (31,)})
 
 
 @pytest.mark.parametrize("as_table", [False, True])

@@ -79,21 +79,14 @@ PREPARED = partial(family_named("sd3").prepared_columns, SimpleNamespace(text_to
 
 def prepared_batch(tokens: int) -> int:
     """Return the bytes of a batch whose texts have this many tokens."""
-    shapes = {
-        "clip_l": (0, 64),
-        "clip_g": (0, 64),
-        "t5": (tokens, 4096),
-        "clip_l.pooled": (64,),
-        "clip_g.pooled": (64,),
-    }
+    shapes = {"clip_l": (0, 64), "clip_g": (0, 64), "t5": (tokens, 4096)}
+    shapes |= {"clip_l.pooled": (64,), "clip_g.pooled": (64,)}
     text = [Column(name, "caption", "bfloat16", shape, (), len(shape) > 1) for name, shape in shapes.items()]
     return batch_bytes(PREPARED([Column("moments", "image", "float16", (32, 8, 8), ()), *text]), BATCH).value
 
 
 @pytest.mark.parametrize("residence", ["stream", "host", "device"])
-def test_memory_for_batches_is_pinned_and_allocated_once(
-    folder: Path, data: CachedDataset, residence: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_are_pinned(folder: Path, data: CachedDataset, residence: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Captions get longer with each shard; pinning again would stop the device."""
     pins, allocated = list[int](), set[int]()
 

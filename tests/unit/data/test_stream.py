@@ -8,16 +8,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
-from sd3_light.config.faults import UserError
 from sd3_light.data import verify as verify_module
 from sd3_light.data.order import Order, Picks
 from sd3_light.data.stream import CachedDataset, MicroBatches, weighted_caption
 from sd3_light.randomness import stream
+from tests.refusals import refused
 
 MakeCache = Callable[..., CachedDataset]
 SEED = 5
@@ -29,7 +30,6 @@ def order_of(data: CachedDataset, batch: int = 4, repeats: Mapping[str, float] =
 
 
 def steps_of(data: CachedDataset, order: Order, epoch: int = 0) -> list[dict[str, Any]]:
-    """Read the global batches of one epoch."""
     batches = MicroBatches(data, order, rank=0, world_size=1, micro_batches=1)
     first = epoch * order.steps_per_epoch
     return [batches[step] for step in range(first, first + order.steps_per_epoch)]
@@ -44,8 +44,7 @@ def test_columns_of_captions_are_chosen_by_their_weights() -> None:
     draws = Counter(weighted_caption(SEED, 0, 0, sample, 6, (6.0, 1.0, 3.0)) for sample in range(20_000))
     shares = [draws[number] / 20_000 for number in range(6)]
     assert shares == pytest.approx([0.3, 0.3, 0.05, 0.05, 0.15, 0.15], abs=0.012)
-    with pytest.raises(UserError, match="has 2 weights, and a sample in the cache has 3 captions"):
-        weighted_caption(SEED, 0, 0, 1, 3, (1.0, 2.0))
+    refused("has 2 weights, and a sample in the cache has 3 captions", weighted_caption, SEED, 0, 0, 1, 3, (1.0, 2.0))
 
 
 def test_weights_apply_to_the_directory_they_belong_to(make_cache: MakeCache) -> None:
@@ -66,16 +65,10 @@ def test_ranks_and_micro_batches_are_slices_of_the_global_batch(make_cache: Make
     data = make_cache(captions=3, variants=2)
     order = order_of(data)
     for step, whole in enumerate(steps_of(data, order)):
-        parts = [
-            MicroBatches(data, order, rank, world, micro)[step * micro + number]
-            for rank in range(world)
-            for number in range(micro)
-        ]
+        places = [(rank, number) for rank in range(world) for number in range(micro)]
+        parts = [MicroBatches(data, order, rank, world, micro)[step * micro + number] for rank, number in places]
         for name in ("sample_id", "epoch", "repeat", "moments", "t5", "clip_g.pooled"):
             assert torch.equal(torch.cat([part[name] for part in parts]), whole[name]), name
-
-
-# --- law 1 -------------------------------------------------------------------------------------
 
 
 def test_caption_and_flip_are_drawn_per_sample(make_cache: MakeCache) -> None:
@@ -98,9 +91,6 @@ def test_caption_and_flip_are_drawn_per_sample(make_cache: MakeCache) -> None:
     assert {key for key, _ in seen.items()} == {("caption", at) for at in range(3)} | {("flip", at) for at in range(2)}
 
 
-# --- repeats -----------------------------------------------------------------------------------
-
-
 def test_repeats_are_set_per_directory(make_cache: MakeCache) -> None:
     data = make_cache(sizes=(4, 4, 4), directories=("a#0", "b#0", "a#1"))
     order = order_of(data, batch=2, repeats={"a#0": 1.0, "a#1": 0.5, "b#0": 3.0, "empty#0": 7.0})
@@ -119,8 +109,7 @@ def test_repeats_are_set_per_directory(make_cache: MakeCache) -> None:
 
 def test_a_directory_missing_in_the_config_is_an_error(make_cache: MakeCache) -> None:
     data = make_cache(sizes=(4, 4), directories=("a#0", "b#0"))
-    with pytest.raises(UserError, match=r"samples of 'b#0'.*run without --trust-cache"):
-        order_of(data, repeats={"a#0": 1.0})
+    refused(r"samples of 'b#0'.*run without --trust-cache", order_of, data, repeats={"a#0": 1.0})
 
 
 def test_small_buckets_are_dropped_on_request(make_cache: MakeCache) -> None:
@@ -128,11 +117,7 @@ def test_small_buckets_are_dropped_on_request(make_cache: MakeCache) -> None:
     order = data.order(SEED, ONCE, lambda resolution: 4, 16, "drop")
     assert [data.buckets[number].bucket for number in order.dropped] == ["32x16"]
     assert set(ids_of(steps_of(data, order))) == set(range(4, 13))
-    with pytest.raises(UserError, match="every bucket is smaller"):
-        data.order(SEED, ONCE, lambda resolution: 10, 16, "drop")
-
-
-# --- text --------------------------------------------------------------------------------------
+    refused("every bucket is smaller", data.order, SEED, ONCE, lambda resolution: 10, 16, "drop")
 
 
 def test_padding_is_zero_in_reused_memory(make_cache: MakeCache) -> None:
@@ -146,14 +131,10 @@ def test_padding_is_zero_in_reused_memory(make_cache: MakeCache) -> None:
     assert all(torch.equal(clean[name], other[name]) for name in clean)
 
 
-# --- files -------------------------------------------------------------------------------------
-
-
 def open_files(data: CachedDataset) -> int:
     names = {entry.file for entry in data.manifest.shards}
-    return sum(
-        os.path.basename(os.path.realpath(f"/proc/self/fd/{one}")) in names for one in os.listdir("/proc/self/fd")
-    )
+    links = os.listdir("/proc/self/fd")
+    return sum(os.path.basename(os.path.realpath(f"/proc/self/fd/{link}")) in names for link in links)
 
 
 def test_the_window_bounds_the_open_shards(make_cache: MakeCache) -> None:
@@ -171,14 +152,12 @@ def test_the_window_bounds_the_open_shards(make_cache: MakeCache) -> None:
 
 def test_open_shards_are_reused(make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
     data = make_cache(sizes=(8, 8))
-    opened: list[str] = []
-    real = CachedDataset.new_reader
-    monkeypatch.setattr(
-        CachedDataset, "new_reader", lambda self, entry, *more: opened.append(entry.file) or real(self, entry, *more)
-    )
+    opener = Mock(wraps=data.new_reader)
+    monkeypatch.setattr(data, "new_reader", opener)
     for epoch in range(3):
         steps_of(data, order_of(data), epoch)
-    assert sorted(opened) == sorted(entry.file for entry in data.manifest.shards)
+    opened = sorted(call.args[0].file for call in opener.call_args_list)
+    assert opened == sorted(entry.file for entry in data.manifest.shards)
 
 
 def test_the_least_recently_used_shard_is_closed_first(make_cache: MakeCache) -> None:
@@ -190,9 +169,7 @@ def test_the_least_recently_used_shard_is_closed_first(make_cache: MakeCache) ->
     assert list(data._open) == [files[0], files[2]]
 
 
-def test_the_next_windows_shards_are_hashed_in_the_background(
-    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_window_is_hashed_in_the_background(make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
     data = make_cache(sizes=(4,) * 6)
     order = order_of(data, window=2)
     hashed: dict[str, bool] = {}
@@ -212,9 +189,7 @@ def test_the_next_windows_shards_are_hashed_in_the_background(
     assert Counter(hashed.values())[True] >= 3, "all shards except those of the first window"
 
 
-def test_windows_are_prefetched_once_and_in_the_order_in_which_they_are_read(
-    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_windows_are_prefetched_once_in_reading_order(make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
     data = make_cache(sizes=(4,) * 6)
     order = order_of(data, window=2)
     batches = MicroBatches(data, order, 0, 1, 1)
@@ -253,9 +228,6 @@ def test_the_tensors_of_a_batch_share_one_allocation(make_cache: MakeCache) -> N
     assert all((tensor.data_ptr() - memory.data_ptr()) % 64 == 0 for tensor in tensors.values())
 
 
-# --- shards that change during a run -------------------------------------------------------------
-
-
 def change_all(data: CachedDataset, change: Callable[[Path], object]) -> None:
     for entry in data.buckets[0].shards:
         change(data.store.path(entry))
@@ -282,9 +254,7 @@ def same_batches(left: list[dict[str, Any]], right: list[dict[str, Any]]) -> boo
     [Path.unlink, lambda path: replace_with(path, other_bytes(path)), lambda path: replace_with(path, b"")],
     ids=["deleted", "replaced", "replaced by nothing"],
 )
-def test_an_open_shard_is_read_on_after_it_is_deleted_or_replaced(
-    make_cache: MakeCache, change: Callable[[Path], object]
-) -> None:
+def test_a_deleted_or_replaced_open_shard_is_read_on(make_cache: MakeCache, change: Callable[[Path], object]) -> None:
     """Its file remains until it is closed, with the bytes that were verified. Opened again, it is another file."""
     data = make_cache()
     order = order_of(data)
@@ -292,8 +262,7 @@ def test_an_open_shard_is_read_on_after_it_is_deleted_or_replaced(
     change_all(data, change)
     assert same_batches(steps_of(data, order), before)
     data._open.clear()
-    with pytest.raises(UserError, match=r"is missing|is damaged"):
-        steps_of(data, order)
+    refused(r"is missing|is damaged", steps_of, data, order)
 
 
 def test_a_shard_that_is_written_to_stops_the_run(make_cache: MakeCache) -> None:
@@ -301,26 +270,17 @@ def test_a_shard_that_is_written_to_stops_the_run(make_cache: MakeCache) -> None
     order = order_of(data)
     steps_of(data, order)
     change_all(data, lambda path: path.write_bytes(other_bytes(path)))
-    with pytest.raises(UserError, match="is damaged: its bytes differ"):
-        steps_of(data, order)
+    refused("is damaged: its bytes differ", steps_of, data, order)
 
 
-def test_a_shard_that_is_replaced_by_the_same_bytes_is_verified_again(
-    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shard_replaced_by_itself_is_verified_again(make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
     data = make_cache()
     order = order_of(data)
     before = steps_of(data, order)
-    hashed: list[Path] = []
-    real = verify_module.file_sha256
-
-    def hash_and_count(path: Path) -> str:
-        hashed.append(path)
-        return real(path)
-
-    monkeypatch.setattr(verify_module, "file_sha256", hash_and_count)
+    hashed = Mock(wraps=verify_module.file_sha256)
+    monkeypatch.setattr(verify_module, "file_sha256", hashed)
     change_all(data, lambda path: replace_with(path, path.read_bytes()))
     for _ in range(2):
         data._open.clear()
         assert same_batches(steps_of(data, order), before)
-    assert len(hashed) == len(data.buckets[0].shards), "once"
+    assert hashed.call_count == len(data.buckets[0].shards), "once"

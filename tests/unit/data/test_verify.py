@@ -8,15 +8,16 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from sd3_light.config.faults import UserError
 from sd3_light.data import verify as verify_module
 from sd3_light.data.manifest import SHARDS, Manifest
 from sd3_light.data.shard_table import ShardEntry
 from sd3_light.data.stream import CachedDataset
 from sd3_light.data.verify import ShardFile, Verifier
+from tests.refusals import refused
 from tests.waiting import HANG_SECONDS
 
 FORK = multiprocessing.get_context("fork")
@@ -24,7 +25,6 @@ FORK = multiprocessing.get_context("fork")
 
 @pytest.fixture
 def folder(tmp_path: Path, make_cache: Callable[..., CachedDataset], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of three shards, with a private temp folder."""
     make_cache(sizes=(3, 3, 3))
     (tmp_path / "temp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temp"))
@@ -78,9 +78,7 @@ def test_a_copy_of_the_cache_is_verified_separately(folder: Path, log: Callable[
     assert sorted(log().values()) == [2, 2, 2]
 
 
-def test_the_shard_of_a_process_killed_while_hashing_is_hashed_by_another(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_shard_of_a_killed_process_is_hashed_by_another(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, hashing = verify_module.file_sha256, FORK.Event()
 
     def hang(path: Path) -> str:
@@ -104,9 +102,7 @@ def test_the_shard_of_a_process_killed_while_hashing_is_hashed_by_another(
     assert waiting.exitcode == 0
 
 
-def test_without_a_marker_folder_each_process_hashes(
-    folder: Path, log: Callable[[], Counter[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_marker_folder(folder: Path, log: Callable[[], Counter[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(folder / "nowhere"))
     for _ in range(2):
         own = Verifier(folder)
@@ -126,7 +122,6 @@ def test_a_marker_folder_that_is_a_link_is_not_used(folder: Path, log: Callable[
 
 
 def is_verified(own: Verifier, entry: ShardEntry) -> bool:
-    """Whether the shard was verified in this launch."""
     return entry.file in own._verified or own._marked(entry) is not None
 
 
@@ -149,25 +144,17 @@ def test_a_damaged_shard_is_reported_and_marked(folder: Path) -> None:
     path.write_bytes(data)
     own = Verifier(folder)
     for _ in range(2):
-        with pytest.raises(UserError) as fault:
-            own.require(shard_files(folder))
-        assert str(path) in str(fault.value)
-        assert "run `sd3-light cache CONFIG`" in str(fault.value)
-        assert "\n" not in str(fault.value)
+        fault = refused("", own.require, shard_files(folder))
+        assert str(path) in fault
+        assert "run `sd3-light cache CONFIG`" in fault
     assert [mark.name for mark in path.parent.glob("*.damaged")] == [f"{path.name}.damaged"]
     assert not is_verified(own, entry)
 
 
-def test_a_truncated_shard_is_damaged_and_a_read_only_folder_is_left_unchanged(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_truncated_shard_in_a_read_only_folder_is_damaged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, path = shard_files(folder)[0]
     os.truncate(path, 100)
 
-    def refuse(*_: object) -> None:
-        raise PermissionError
-
-    monkeypatch.setattr(Path, "touch", refuse)
-    with pytest.raises(UserError, match="is damaged"):
-        Verifier(folder).require(shard_files(folder))
+    monkeypatch.setattr(Path, "touch", Mock(side_effect=PermissionError))
+    refused("is damaged", Verifier(folder).require, shard_files(folder))
     assert not list(path.parent.glob("*.damaged"))

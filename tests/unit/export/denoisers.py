@@ -1,5 +1,6 @@
 """SD3 denoisers in which every weight matters, with adapters, and their output for fixed inputs."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,18 @@ from torch import Tensor
 from sd3_light.config import AdapterConfig
 from sd3_light.families.sd3.random_weights import new_transformer
 from sd3_light.model.adapter_layers import add_adapter, is_adapter_name
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def without(name: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda state: {key: tensor for key, tensor in state.items() if key != name}
+
+
+def having(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda state: {**state, name: tensor}
 
 
 def live_denoiser(config: dict[str, Any], seed: int = 0) -> SD3Transformer2DModel:
@@ -21,10 +34,7 @@ def live_denoiser(config: dict[str, Any], seed: int = 0) -> SD3Transformer2DMode
     return transformer.eval()
 
 
-def add_trained_adapter(
-    transformer: SD3Transformer2DModel, config: AdapterConfig, size: float = 0.05
-) -> SD3Transformer2DModel:
-    """Add an adapter that changes the output."""
+def add_trained_adapter(transformer: Any, config: AdapterConfig, size: float = 0.05) -> SD3Transformer2DModel:
     add_adapter(transformer, config, 0)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():

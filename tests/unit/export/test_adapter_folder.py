@@ -80,14 +80,8 @@ def test_an_export_is_proven_and_reads_back(tmp_path: Path, base: Path, kind: di
     spec = spec_of(base, torch.bfloat16, **kind)
     weights = trained(base, spec.adapter)
     out = write_adapter(tmp_path / "out", weights, spec)
-    assert {path.name for path in out.iterdir()} == {
-        spec.file,
-        "LICENSE",
-        "README.md",
-        "config.toml",
-        "proof.json",
-        "sd3_light.json",
-    }
+    names = {"LICENSE", "README.md", "config.toml", "proof.json", "sd3_light.json"}
+    assert {path.name for path in out.iterdir()} == {spec.file, *names}
     record = json.loads((out / "proof.json").read_text())
     assert record["max_difference"] < 1e-4
     assert record["change_of_output"] > 0.005, "the adapter has an effect"
@@ -95,9 +89,7 @@ def test_an_export_is_proven_and_reads_back(tmp_path: Path, base: Path, kind: di
     assert (facts["adapter"]["type"], facts["adapter"]["rank"], facts["step"]) == (kind["type"], 4, 7)
     card = (out / "README.md").read_text()
     assert ("load_lora_weights" in card) == (kind["type"] == "lora")
-    assert not any("default" in name for name in load_file(out / spec.file)), (
-        "readers do not expect peft's adapter name"
-    )
+    assert not any("default" in name for name in load_file(out / spec.file)), "peft's name of an adapter"
     back: Any = read_adapter(out, kind["type"])
     expected: Any = adapter_modules(weights, spec.adapter)
     assert set(back) == set(expected)
@@ -127,14 +119,10 @@ def test_an_adapter_of_any_dtype_is_proven_on_a_base_in_half_precision(
 
 def test_a_base_is_held_in_the_dtype_of_most_weights(tmp_path: Path) -> None:
     wide, narrow = torch.zeros(2, 2), torch.zeros(3, 3)
-    for dtype, expected in (
-        (torch.bfloat16, "bfloat16"),
-        (torch.float16, "float16"),
-        (torch.float32, "float32"),
-        (torch.float8_e4m3fn, "float32"),
-    ):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn):
         save_file({"a": wide, "b": narrow.to(dtype)}, tmp_path / "diffusion_pytorch_model.safetensors")
-        assert export_adapter._main_dtype(tmp_path) == expected
+        expected = torch.float32 if dtype == torch.float8_e4m3fn else dtype
+        assert f"torch.{export_adapter._main_dtype(tmp_path)}" == str(expected)
 
 
 def test_the_proof_updates_one_layer_at_a_time(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,9 +150,7 @@ def test_the_proof_updates_one_layer_at_a_time(base: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("kind", ["lora", "lokr"])
-def test_a_proof_changes_nothing_that_other_threads_use(
-    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_a_proof_changes_nothing_shared(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """It runs in a thread while the run trains: stock loading patches torch, and adding an adapter seeds it."""
     spec = spec_of(base, type=kind)
     weights = trained(base, spec.adapter)
@@ -176,9 +162,7 @@ def test_a_proof_changes_nothing_that_other_threads_use(
 
 
 @pytest.mark.parametrize("kind", [{"type": "lora", "alpha": 6.0}, {"type": "lokr", "alpha": 6.0}], ids=["lora", "lokr"])
-def test_a_proof_rounds_the_weights_as_the_file_does(
-    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, kind: dict[str, Any]
-) -> None:
+def test_a_proof_rounds_like_the_file(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     """A scale of 1.5 is part of the weights that are rounded to bf16. The update is ten times larger than in other
     tests, so that another rounding would be a difference of more than the tolerance."""
     spec = spec_of(base, torch.bfloat16, **kind)
@@ -211,10 +195,7 @@ def test_a_lokr_of_a_model_with_more_heads_than_blocks_is_proven_as_comfyui_numb
     assert {layer.split(".")[1] for layer in read_adapter(out, "lokr")} == {"0", "1"}
 
 
-def test_a_file_with_another_effect_is_not_published(
-    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The proof detects a wrong scale."""
+def test_a_file_of_another_effect_is_not_published(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_of(base, alpha=8.0)
     weights = trained(base, spec.adapter)
     real = export_adapter.write_adapter_file

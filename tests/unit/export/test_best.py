@@ -26,9 +26,8 @@ def test_the_log_of_a_run_has_its_best(tmp_path: Path) -> None:
     assert BestMeasurement.of_log(log, "kid", 100).value is None
     rows = [(10, 5.0), (20, 1.0), (30, 4.0), (20, 3.0), (30, 2.0), (40, 0.5)]  # a resume repeated 20 and 30
     events = [{"event": "metrics", "step": step, "kid": {"value": value}, "retrieval": None} for step, value in rows]
-    log.write_text(
-        "".join(json.dumps({"time": 0, **event}) + "\n" for event in [*events, {"event": "step", "step": 1}])
-    )
+    events.append({"event": "step", "step": 1})
+    log.write_text("".join(json.dumps({"time": 0, **event}) + "\n" for event in events))
     best = BestMeasurement.of_log(log, "kid", 35)
     assert (best.value, best.step, best.since) == (2.0, 30, 0)
     assert BestMeasurement.of_log(log, "retrieval", 35).value is None
@@ -65,16 +64,11 @@ def test_a_resumed_run_links_the_best_export_before_its_step(tmp_path: Path) -> 
     restore_best(tmp_path / "missing", BestMeasurement("kid", 1.0, 2))
 
 
-def test_a_file_system_without_links_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_lack_of_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(Path, "symlink_to", Mock(side_effect=PermissionError(1, "Operation not permitted")))
     mark_best(make_exports(tmp_path, 2)[0])
     assert "cannot be written (Operation not permitted); the best export is step-00000002" in capsys.readouterr().err
     assert module.best_name(tmp_path) is None
-
-
-# --- the export that `--best` chooses -------------------------------------------------------------
 
 
 def write_run(run: Path, losses: dict[int, Any]) -> Path:

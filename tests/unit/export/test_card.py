@@ -57,9 +57,8 @@ def test_the_licence_is_that_of_the_base_or_must_be_filled_in(tmp_path: Path) ->
     assert "not stated" in licence_file(tmp_path)["LICENSE"]
     (tmp_path / "README.md").write_text(text)
     assert "fill in `license`" in card(tmp_path), "an unstated licence is not copied"
-    (tmp_path / "README.md").write_text(
-        "---\nlicense: other\nlicense_name: stabilityai-ai-community\nlicense_link: LICENSE.md\n---\n# SD3\n"
-    )
+    licence = "license: other\nlicense_name: stabilityai-ai-community\nlicense_link: LICENSE.md"
+    (tmp_path / "README.md").write_text(f"---\n{licence}\n---\n# SD3\n")
     (tmp_path / "LICENSE.md").write_text("the community licence")
     data = read(card(tmp_path), tmp_path)
     assert (data["license"], data["license_name"]) == ("other", "stabilityai-ai-community")
@@ -82,14 +81,8 @@ def test_a_link_to_a_licence_that_the_base_lacks_is_left_out(tmp_path: Path, lin
 
 
 def test_the_table_shows_data_steps_sizes_and_scores(tmp_path: Path) -> None:
-    about = {
-        "parameters": 1150784,
-        "save_dtype": "float16",
-        "data set": "cc12m",
-        "resolutions": "256x256",
-        "losses": {"held_out": 0.25},
-    }
-    text = card(tmp_path, about)
+    about = {"parameters": 1150784, "save_dtype": "float16", "data set": "cc12m", "resolutions": "256x256"}
+    text = card(tmp_path, {**about, "losses": {"held_out": 0.25}})
     for row in (
         "| denoiser | 2 joint blocks, 2 heads of 64 |",
         "| parameters | 1,150,784, saved in float16 |",

@@ -19,33 +19,27 @@ from typer.testing import CliRunner
 
 from sd3_light.cli import app
 from sd3_light.config import SIZES, AdapterConfig, ModelSize
-from sd3_light.config.faults import UserError
 from sd3_light.export.lora_file import write_lora
 from sd3_light.export.trained_file import write_trained
 from sd3_light.model.lora_layers import LoraModule
+from tests import refusals
 from tests.unit.export.denoisers import adapter_state, add_trained_adapter, live_denoiser
 
 SQUARE = replace(SIZES["tiny2"], pos_embed_max_size=8)
 WIDE = replace(SQUARE, num_heads=4)
 WEIGHTS = Path("transformer", "diffusion_pytorch_model.safetensors")
-LAYERS = (
-    *(f"transformer_blocks.{block}.attn.to_{part}" for block in (0, 1) for part in "qkv"),
-    "transformer_blocks.1.ff.net.0.proj",
-)
+OF_ATTENTION = [f"transformer_blocks.{block}.attn.to_{part}" for block in (0, 1) for part in "qkv"]
+LAYERS = (*OF_ATTENTION, "transformer_blocks.1.ff.net.0.proj")
 
 
 def run(*arguments: object) -> str:
-    """Run a command and return its output; errors are raised."""
     result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
 
 
 def refused(*arguments: object) -> str:
-    with pytest.raises(UserError) as error:
-        run(*arguments)
-    assert "\n" not in str(error.value)
-    return str(error.value)
+    return refusals.refused("", run, *arguments)
 
 
 def make_model(folder: Path, parts: Path, size: ModelSize, dtype: torch.dtype = torch.float32) -> Path:
@@ -68,12 +62,6 @@ def wide(tmp_path_factory: pytest.TempPathFactory, demo_parts: Path) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / "wide", demo_parts, WIDE, torch.bfloat16)
 
 
-@pytest.fixture
-def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The proof takes seconds and has its own tests."""
-    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
-
-
 def make_lora(model: Path, file: Path, seed: int = 1, layers: Sequence[str] = LAYERS) -> Path:
     weights, generator = load_file(model / WEIGHTS), torch.Generator().manual_seed(seed)
     modules = {}
@@ -90,9 +78,6 @@ def same_files(first: Path, second: Path, parts: Sequence[str]) -> None:
             if path.name == "made.json":  # not part of the VAE: how it was made
                 continue
             assert path.read_bytes() == (second / part / path.name).read_bytes(), path
-
-
-# --- single files ------------------------------------------------------------------------------
 
 
 def test_a_folder_becomes_a_file_of_chosen_contents_and_the_same_folder_again(wide: Path, tmp_path: Path) -> None:
@@ -126,9 +111,6 @@ def test_options_that_do_not_apply_are_refused(square: Path, tmp_path: Path) -> 
     assert "is a single file already" in refused("convert", file, tmp_path / "other.safetensors")
     assert "select what goes into a file" in refused("convert", file, tmp_path / "back", "--no-vae")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.safetensors"]
-
-
-# --- LoRA files --------------------------------------------------------------------------------
 
 
 def test_a_lora_round_trips_through_kohyas_layout_exactly(square: Path, tmp_path: Path) -> None:
@@ -232,9 +214,8 @@ def test_a_merged_model_draws_what_its_loras_draw(square: Path, tmp_path: Path, 
     run("sample", square, *draw, tmp_path / "stack", "--lora", plain, "--lora", f"{trained}:0.7")
     run("sample", out, *draw, tmp_path / "drawn")
     run("sample", square, *draw, tmp_path / "other", "--lora", plain, "--lora", f"{trained / 'lora.safetensors'}:0")
-    stack, drawn, other = (
-        np.asarray(Image.open(tmp_path / name / "00000.png")).astype(int) for name in ("stack", "drawn", "other")
-    )
+    images = [Image.open(tmp_path / name / "00000.png") for name in ("stack", "drawn", "other")]
+    stack, drawn, other = (np.asarray(image).astype(int) for image in images)
     assert abs(stack - drawn).max() <= 1
     assert abs(stack - other).max() > 1
 

@@ -35,7 +35,7 @@ from sd3_light.families.sd3 import real_pipeline
 from sd3_light.model.folder import FROZEN
 from sd3_light.system import machine
 from tests.project import with_nan
-from tests.unit.export.denoisers import live_denoiser
+from tests.unit.export.denoisers import having, live_denoiser, without
 from tests.warm import REAL_PYTHON
 
 CONFIG = SIZES["tiny2"].transformer_config()
@@ -67,60 +67,28 @@ def exported(tmp_path_factory: pytest.TempPathFactory, demo_parts: Path, trained
     return write_folder(tmp_path_factory.mktemp("exports") / "step-5", trained, spec(demo_parts))
 
 
-@pytest.fixture
-def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip the proof, for tests of everything else."""
-    monkeypatch.setattr(folder_module, "prove", lambda *_: {})
+def prefixed(state: State) -> State:
+    return {f"module.{name}": tensor for name, tensor in state.items()}
 
 
-# --- rejected weights --------------------------------------------------------------------------
-
-
-def remove_weight(state: State) -> State:
-    del state[WEIGHT]
-    return state
-
-
+SQUARE = torch.ones(128, 128)
 FAULTS: dict[str, tuple[Callable[[State], State], str]] = {
-    "missing": (remove_weight, f"missing {WEIGHT}"),
-    "missing buffer": (
-        lambda state: {name: tensor for name, tensor in state.items() if name != "pos_embed.pos_embed"},
-        "missing pos_embed.pos_embed",
-    ),
-    "unexpected": (lambda state: state | {"lora.default.weight": torch.zeros(1)}, "unexpected lora.default.weight"),
-    "prefixed": (
-        lambda state: {f"module.{name}": tensor for name, tensor in state.items()},
-        r"missing pos_embed.* and \d+ more",
-    ),
-    "shape": (
-        lambda state: state | {WEIGHT: torch.zeros(128, 64)},
-        rf"{WEIGHT} has shape \[128, 64\], not \[128, 128\]",
-    ),
-    "meta": (
-        lambda state: state | {WEIGHT: torch.empty(128, 128, device="meta")},
-        rf"{WEIGHT} holds no data \(meta tensor\)",
-    ),
+    "missing": (without(WEIGHT), f"missing {WEIGHT}"),
+    "missing buffer": (without("pos_embed.pos_embed"), "missing pos_embed.pos_embed"),
+    "unexpected": (having("lora.default.weight", torch.zeros(1)), "unexpected lora.default.weight"),
+    "prefixed": (prefixed, r"missing pos_embed.* and \d+ more"),
+    "shape": (having(WEIGHT, SQUARE[:, :64]), rf"{WEIGHT} has shape \[128, 64\], not \[128, 128\]"),
+    "meta": (having(WEIGHT, SQUARE.to("meta")), rf"{WEIGHT} holds no data \(meta tensor\)"),
     "empty": (lambda state: {}, r"missing pos_embed.* and \d+ more"),
-    "type": (
-        lambda state: state | {WEIGHT: state[WEIGHT].bfloat16()},
-        rf"{WEIGHT} has type bfloat16, not float32 \(or float16, the saved type\)",
-    ),
-    "NaN": (lambda state: state | {WEIGHT: state[WEIGHT] * float("nan")}, f"{WEIGHT} contains NaN or infinity"),
-    "infinity": (
-        lambda state: state | {"proj_out.bias": state["proj_out.bias"] / 0},
-        "proj_out.bias contains NaN or infinity",
-    ),
-    "too large": (
-        lambda state: state | {WEIGHT: torch.full((128, 128), 1e6)},
-        f"{WEIGHT} has values beyond float16, choose another save_dtype",
-    ),
+    "type": (having(WEIGHT, SQUARE.bfloat16()), rf"{WEIGHT} has type bfloat16, not float32 \(or float16, the saved "),
+    "NaN": (having(WEIGHT, SQUARE * float("nan")), f"{WEIGHT} contains NaN or infinity"),
+    "infinity": (having(WEIGHT, SQUARE / 0), f"{WEIGHT} contains NaN or infinity"),
+    "too large": (having(WEIGHT, 1e6 * SQUARE), f"{WEIGHT} has values beyond float16, choose another save_dtype"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_weights_that_do_not_match_the_model_are_named_and_nothing_is_replaced(
-    tmp_path: Path, demo_parts: Path, state: State, unproven: None, fault: str
-) -> None:
+def test_wrong_weights_are_named(tmp_path: Path, demo_parts: Path, state: State, unproven: None, fault: str) -> None:
     damage, message = FAULTS[fault]
     out = tmp_path / "out"
     out.mkdir()
@@ -131,9 +99,7 @@ def test_weights_that_do_not_match_the_model_are_named_and_nothing_is_replaced(
     assert [path.name for path in out.iterdir()] == ["precious"]
 
 
-def test_an_export_that_fails_its_proof_is_not_published(
-    tmp_path: Path, demo_parts: Path, state: State, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_proof(tmp_path: Path, demo_parts: Path, state: State, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "precious").write_text("an earlier export")
@@ -147,9 +113,6 @@ def test_an_export_that_fails_its_proof_is_not_published(
         write_folder(out, state, spec(demo_parts))
     assert (out / "precious").is_file()
     assert os.listdir(tmp_path) == ["out"], "nothing half-written remains"
-
-
-# --- written files -----------------------------------------------------------------------------
 
 
 def test_the_copy_is_cast_and_the_live_weights_are_untouched(demo_parts: Path, state: State) -> None:
@@ -220,9 +183,7 @@ def test_without_links_parts_are_copied_once_per_series_unless_they_change(
     assert (third / "vae" / "config.json").read_bytes() == config.read_bytes()
 
 
-def test_an_earlier_export_is_replaced_and_leftovers_of_a_killed_process_are_removed(
-    tmp_path: Path, demo_parts: Path, state: State, unproven: None
-) -> None:
+def test_earlier_exports_and_leftovers_go_away(tmp_path: Path, demo_parts: Path, state: State, unproven: None) -> None:
     dead = subprocess.Popen(["true"])
     dead.wait()
     killed, running = (f"{machine()}~{pid}~0.tmp" for pid in (dead.pid, os.getpid()))
@@ -267,11 +228,7 @@ def test_a_large_denoiser_is_split_into_files(tmp_path: Path, demo_parts: Path, 
     assert sum(len(load_file(out / "transformer" / name)) for name in files) == len(state)
 
 
-# --- the proof ---------------------------------------------------------------------------------
-
-
 def flip_a_bit(folder: Path) -> None:
-    """Flip the last bit of one number."""
     saved = load_file(folder / FILE)
     saved[WEIGHT].view(torch.int16)[3, 5] ^= 1
     save_file(saved, folder / FILE, {"format": "pt"})
@@ -308,12 +265,7 @@ TAMPERED: list[tuple[Callable[[Path], None], str]] = [
 
 @pytest.mark.parametrize(("tamper", "message"), TAMPERED, ids=[tamper.__name__ for tamper, _ in TAMPERED])
 def test_a_modified_folder_fails_the_proof(
-    tmp_path: Path,
-    exported: Path,
-    demo_parts: Path,
-    trained: State,
-    tamper: Callable[[Path], None],
-    message: str,
+    tmp_path: Path, exported: Path, demo_parts: Path, trained: State, tamper: Callable[[Path], None], message: str
 ) -> None:
     copy = Path(shutil.copytree(exported, tmp_path / "copy"))
     tamper(copy)
@@ -374,9 +326,7 @@ def test_the_digest_depends_on_names_types_and_bits() -> None:
     assert digest(dict(reversed(weights.items()))) in digests
 
 
-def test_the_proof_names_the_part_that_is_not_finite(
-    demo_parts: Path, tmp_path: Path, state: State, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_nan_part_is_named(demo_parts: Path, tmp_path: Path, state: State, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing: Any = lambda *_: ({"config": CONFIG, "weights": {}}, {})  # noqa: E731
     monkeypatch.setattr(proof_module, "run_clean_process", nothing)
     base = with_nan(demo_parts, tmp_path / "nan", "vae")
@@ -388,9 +338,7 @@ def test_the_proof_names_the_part_that_is_not_finite(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_clean_process_has_its_own_group_and_its_warnings_are_not_blamed_for_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_clean_process_has_its_own_group_and_no_blame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in a terminal signals the whole group of the trainer."""
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\necho a warning >&2\necho $(ps -o pgid= -p $$) > {tmp_path}/group\nkill -9 $$\n")

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,6 +26,9 @@ from sd3_light.optim.power_function import gamma_from_sigma_rel
 from tests.checkpoints import write_checkpoint
 from tests.hostile import run_cli
 from tests.project import Project
+from tests.refusals import refused
+
+pytestmark = pytest.mark.usefixtures("unproven")
 
 TRACKS = [{"name": "short", "power_width": 0.05}, {"name": "long", "power_width": 0.1}]
 STEPS, SNAPSHOTS = 160, 8
@@ -88,18 +92,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory, raw_project: Project) -> T
     return Trained(raw_project.copy(tmp_path_factory.mktemp("export") / "project")).train()
 
 
-@pytest.fixture(autouse=True)
-def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip the proof: tests of sd3_light/export cover it."""
-    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
-
-
 def exported(folder: Path) -> tuple[Tensor, dict[str, Any]]:
     state = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
     return state[MOVED], json.loads((folder / "sd3_light.json").read_text())
-
-
-# --- from a checkpoint ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("weights", [None, "ema", "raw", "short", "long"])
@@ -111,11 +106,7 @@ def test_every_kind_of_weights_can_be_exported(trained: Trained, tmp_path: Path,
     assert (facts["weights"], facts["step"], facts["samples"]) == (name, STEPS, 4 * STEPS)
 
 
-# --- rebuilt from snapshots -------------------------------------------------------------------
-
-
 def running_average(trained: Trained, length: float, time: int) -> Tensor:
-    """The average that a running average of that length would have been."""
     exponent = gamma_from_sigma_rel(length) + 1
     shares = [(step / time) ** exponent - ((step - 1) / time) ** exponent for step in range(1, time + 1)]
     return sum((share * trained.at(step).double() for step, share in enumerate(shares, start=1)), torch.zeros(()))
@@ -167,10 +158,8 @@ def test_a_half_written_snapshot_is_left_out(fresh_project: Project, tmp_path: P
 
 
 def test_unknown_averages_and_options_that_exclude_each_other_are_refused(trained: Trained, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="has no 'best'; it has raw, ema, long, short"):
-        export.run(trained.run, tmp_path / "out", weights="best")
-    with pytest.raises(UserError, match="exclude each other"):
-        export.run(trained.run, tmp_path / "out", weights="ema", ema_length=0.1)
+    refused("has no 'best'; it has raw, ema, long, short", export.run, trained.run, tmp_path / "out", weights="best")
+    refused("exclude each other", export.run, trained.run, tmp_path / "out", weights="ema", ema_length=0.1)
     with pytest.raises(UserError, match=r"--push-to-hub no/such/name: not a valid repository name"):
         export.run(trained.run, tmp_path / "out", push_to_hub=Target("no/such/name"))
     assert not (tmp_path / "out").exists()
@@ -181,21 +170,12 @@ def test_unknown_averages_and_options_that_exclude_each_other_are_refused(traine
     assert not (tmp_path / "folder").exists()
 
 
-# --- extras -----------------------------------------------------------------------------------
-
-
-def test_a_run_is_exported_and_pushed(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_exported_and_pushed(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    monkeypatch.setattr(hub, "check_push", lambda target: calls.append(f"check {target.repo}"))
-    monkeypatch.setattr(export, "check_push", hub.check_push)
-
-    def push(plan: hub.Upload) -> str:
-        calls.append(f"{plan.source.name} to {plan.target.repo}")
-        return "address"
-
-    monkeypatch.setattr(hub, "push", push)
+    for module in (hub, export):
+        monkeypatch.setattr(module, "check_push", lambda target: calls.append(f"check {target.repo}"))
+    real = Mock(side_effect=lambda plan: calls.append(f"{plan.source.name} to {plan.target.repo}") or "address")
+    monkeypatch.setattr(hub, "push", real)
     out = tmp_path / "out"
     assert run_cli("export", trained.run, out, "--push-to-hub", "me/model", "--dry-run").code == 0
     assert calls == [], "nothing is uploaded"
@@ -218,11 +198,7 @@ def test_options_of_an_upload_need_one(tmp_path: Path, options: list[str]) -> No
     assert ("belong to --push-to-hub" if options else "OUT is missing") in outcome.err
 
 
-# --- refusals ---------------------------------------------------------------------------------
-
-
 def with_config(trained: Trained, run: Path, old: str, new: str) -> Path:
-    """Copy the run with another config."""
     shutil.copytree(trained.run / "checkpoints", run / "checkpoints")
     text = (trained.run / "config.toml").read_text()
     assert old in text
@@ -245,11 +221,9 @@ def test_non_finite_weights_are_named(fresh_project: Project, tmp_path: Path) ->
     trained = Trained(fresh_project)
     trained.weights[MOVED][0, 0] = float("nan")
     trained.checkpoint(1)
-    with pytest.raises(UserError, match=f"{MOVED} contains NaN or infinity"):
-        export.run(trained.run, tmp_path / "out", weights="raw")
+    refused(f"{MOVED} contains NaN or infinity", export.run, trained.run, tmp_path / "out", weights="raw")
 
 
-@pytest.mark.usefixtures("unproven")
 def test_a_name_that_ends_in_safetensors_gives_a_single_file(trained: Trained, tmp_path: Path) -> None:
     file, folder = tmp_path / "m.safetensors", tmp_path / "folder"
     export.run(trained.run, folder, weights="raw")

@@ -37,7 +37,6 @@ FILE = "diffusion_pytorch_model.safetensors"
 
 @pytest.fixture(params=["float32", "bfloat16", "mixed"])
 def base(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A denoiser's folder in one dtype, or with some weights in another."""
     folder = tmp_path / "transformer"
     denoiser = new_transformer(TINY, 0)
     denoiser.proj_out.weight.data.normal_(0, 0.05)
@@ -190,9 +189,8 @@ def test_a_merge_on_demand_has_the_weights_of_a_merge() -> None:
 def test_memory_of_a_merge_and_of_its_adapter(tmp_path: Path) -> None:
     """128 M parameters: the process holds little more than the merged weights, and nothing of an adapter's base."""
     script = Path(__file__).with_name("export_peaks.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, check=False, timeout=600
-    )
+    command = [sys.executable, str(script), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
     peaks = json.loads(done.stdout.splitlines()[-1])
     assert peaks["adapter"] < 0.5 * peaks["weights"]

@@ -53,9 +53,7 @@ def config(folder: Path, **keys: Any) -> TrainConfig:
     return TrainConfig.model_validate(table, context={"base": folder})
 
 
-def test_frozen_weights_are_exported_as_they_were_at_the_start(
-    tmp_path: Path, transformer: Denoiser, written: States
-) -> None:
+def test_frozen_weights_are_exported_as_at_the_start(tmp_path: Path, transformer: Denoiser, written: States) -> None:
     transformer.context_embedder.requires_grad_(False)
     saver = Saver.of(config(tmp_path), transformer, tmp_path / "exports")
     assert set(saver.untrained) == {"pos_embed.pos_embed", "context_embedder.weight", "context_embedder.bias"}
@@ -69,9 +67,7 @@ def test_frozen_weights_are_exported_as_they_were_at_the_start(
     assert torch.equal(written[0]["proj_out.bias"], transformer.proj_out.bias + 1)
 
 
-def test_the_last_export_and_that_with_the_lowest_validation_loss_are_kept(
-    tmp_path: Path, transformer: Denoiser, written: States
-) -> None:
+def test_the_last_and_the_best_export_are_kept(tmp_path: Path, transformer: Denoiser, written: States) -> None:
     """Of the exported weights, averaged over the sets; a loss that is not finite does not count."""
     saver = Saver.of(config(tmp_path, keep_last_n_exports=1), transformer, tmp_path / "run" / "exports")
     for step in (5, 2, 3):
@@ -135,23 +131,11 @@ def test_the_card_has_the_facts_of_the_run(tmp_path: Path, transformer: Denoiser
     (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (run / "score.json").write_text('{"num_prompts": 96, "whole": 0.5, "relation": null, "by_kind": {"one": {}}}')
     Saver.of(config(tmp_path), transformer, run / "exports").save_full_model("x", {}, "ema", Progress(step=5))
-    assert specs[0].about == {
-        "name": "my-run",
-        "data set": "data",
-        "resolutions": "64x64, 80x48",
-        "losses": {"held_out": 0.7},
-        "metrics": {},
-        "scores": {"whole": 0.5},
-        "base model": "",
-    }
+    facts = {"name": "my-run", "data set": "data", "resolutions": "64x64, 80x48", "base model": ""}
+    assert specs[0].about == {**facts, "losses": {"held_out": 0.7}, "metrics": {}, "scores": {"whole": 0.5}}
 
 
-def test_a_pipeline_saves_a_whole_state_into_a_folder(
-    tmp_path: Path,
-    transformer: Denoiser,
-    written: States,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_save_model(tmp_path: Path, transformer: Denoiser, written: States, monkeypatch: pytest.MonkeyPatch) -> None:
     """`LightSD3Pipeline.save_model(dir, state_dict)`."""
     monkeypatch.setattr(sd3, "write_folder", module.write_folder)
     pipeline = LightSD3Pipeline.__new__(LightSD3Pipeline)

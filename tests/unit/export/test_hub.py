@@ -23,6 +23,7 @@ from sd3_light.export.licence import NO_LICENCE_FILE
 from sd3_light.export.lora_file import write_lora
 from sd3_light.model.lora_layers import LoraModule
 from tests.fake_hub import FakeHub, serve_hub, use_hub
+from tests.refusals import refused
 
 TARGET = Target("me/model")
 HTTP_ERROR = HfHubHTTPError.__bases__[0]
@@ -54,7 +55,6 @@ FILES = {
 
 @pytest.fixture
 def export(tmp_path: Path) -> Path:
-    """A folder with the files of an export."""
     for name, data in FILES.items():
         path = tmp_path / "export" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -124,9 +124,7 @@ def test_a_plan_names_what_is_new_changed_unchanged_and_deleted(export: Path) ->
     push(plan, api)
     names = ("LICENSE", "proof.json", "transformer/a.safetensors", "config.toml", "old.safetensors")
     assert set(committed(api)) == set(names), "what the plan says is done, and nothing else"
-    assert api.create_commit.call_args.kwargs["parent_commit"] == "a" * 40, (
-        "the hub refuses it if the repository has changed"
-    )
+    assert api.create_commit.call_args.kwargs["parent_commit"] == "a" * 40, "refused if the repository has changed"
     unchanged = {name: FILES[name] for name in FILES if name not in ("config.toml", ".notes")}
     api = recorded_api(files=unchanged)
     push(prepare_upload(export, TARGET, api), api)
@@ -155,8 +153,7 @@ def test_a_file_that_changed_since_the_plan_is_not_uploaded(export: Path) -> Non
     api = recorded_api()
     plan = prepare_upload(export, TARGET, api)
     (export / "proof.json").write_text('{"new": 1}')
-    with pytest.raises(UserError, match=r"proof.json has changed since the upload was planned"):
-        push(plan, api)
+    refused(r"proof.json has changed since the upload was planned", push, plan, api)
     assert called(api) == ["repo_info"]
 
 
@@ -187,14 +184,11 @@ def test_errors_have_no_token_and_other_inputs_are_refused(export: Path, tmp_pat
         assert "hf_abc123" not in plan.problem
     (tmp_path / "secret").write_text("private")
     (export / "more.json").symlink_to(tmp_path / "secret")
-    with pytest.raises(UserError, match=r"more.json is a link, which may lead elsewhere"):
-        prepare_upload(export, TARGET, recorded_api())
+    refused(r"more.json is a link, which may lead elsewhere", prepare_upload, export, TARGET, recorded_api())
     (export / "more.json").unlink()
     os.mkfifo(export / "pipe")
-    with pytest.raises(UserError, match=r"pipe is not a regular file"):
-        prepare_upload(export, TARGET, recorded_api())
-    with pytest.raises(UserError, match=r"is not an export: it has no proof.json"):
-        prepare_upload(tmp_path, TARGET, recorded_api())
+    refused(r"pipe is not a regular file", prepare_upload, export, TARGET, recorded_api())
+    refused(r"is not an export: it has no proof.json", prepare_upload, tmp_path, TARGET, recorded_api())
     with pytest.raises(UserError, match=r"secret is neither the folder of an export nor the \.safetensors file"):
         prepare_upload(tmp_path / "secret", TARGET, recorded_api())
     save_file({"transformer.weight": torch.ones(1)}, tmp_path / "model.safetensors")
@@ -236,8 +230,7 @@ def test_an_invalid_name_or_licence_is_refused_before_any_request(target: Target
     hub = recorded_api()
     fault = r"--license .*: not an id of the hub" if target.licence else "not a valid repository name; pass USER/NAME"
     for call in (lambda: check_push(target, hub), lambda: prepare_upload(Path("nowhere"), target, hub)):
-        with pytest.raises(UserError, match=fault):
-            call()
+        refused(fault, call)
     assert called(hub) == []
 
 
@@ -256,9 +249,7 @@ def test_offline_is_one_line_and_leaves_a_plan(export: Path, offline: None, monk
     assert any("not compared with the hub" in text for _, text in plan.facts)
     monkeypatch.setenv("HF_TOKEN", "hf_x")
     for action in (lambda: check_push(TARGET), lambda: push(Upload(export, TARGET, ()))):
-        with pytest.raises(UserError, match=r"^--push-to-hub me/model: HF_HUB_OFFLINE is set; unset it.*$") as error:
-            action()
-        assert "\n" not in str(error.value)
+        refused(r"^--push-to-hub me/model: HF_HUB_OFFLINE is set; unset it.*$", action)
 
 
 @pytest.mark.parametrize(
@@ -271,6 +262,4 @@ def test_offline_is_one_line_and_leaves_a_plan(export: Path, offline: None, monk
     ],
 )
 def test_errors_of_the_hub_are_one_line(export: Path, error: Exception, message: str) -> None:
-    with pytest.raises(UserError, match=message) as raised:
-        push(Upload(export, TARGET, ()), api=recorded_api(error))
-    assert "\n" not in str(raised.value)
+    refused(message, push, Upload(export, TARGET, ()), api=recorded_api(error))

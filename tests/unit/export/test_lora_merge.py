@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from sd3_light.config.faults import UserError
 from sd3_light.export.lora_merge import denoiser_state, extract_lora, merge_loras, merged_on_demand
 from sd3_light.families.sd3.random_weights import new_transformer
 from sd3_light.model.lora_layers import LoraModule, lora_modules
+from tests.refusals import refused
+from tests.unit.export.denoisers import having, noise, without
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -24,15 +27,10 @@ Q, MLP = "transformer_blocks.0.attn.to_q", "transformer_blocks.1.ff.net.0.proj"
 TARGETS = ("attn.to_q", "attn.to_v", "ff.net.0.proj")
 
 
-def noise(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 @pytest.fixture
 def base() -> State:
-    return {
-        name: tensor + 0.05 * noise(*tensor.shape) for name, tensor in new_transformer(CONFIG, 0).state_dict().items()
-    }
+    state = new_transformer(CONFIG, 0).state_dict()
+    return {name: tensor + 0.05 * noise(*tensor.shape) for name, tensor in state.items()}
 
 
 def model_of(state: State) -> SD3Transformer2DModel:
@@ -73,9 +71,8 @@ def test_strengths_add_up_in_float32(base: State) -> None:
     for layer in (Q, MLP):
         weight = half[f"{layer}.weight"].double()
         for modules, strength in ((first, 0.8), (second, -0.5)):
-            weight = (
-                weight + strength * modules[layer].scale * modules[layer].up.double() @ modules[layer].down.double()
-            )
+            lora_module = modules[layer]
+            weight += strength * lora_module.scale * lora_module.up.double() @ lora_module.down.double()
         assert merged[f"{layer}.weight"].dtype == torch.float32
         assert (merged[f"{layer}.weight"].double() - weight).abs().max() < 1e-5
     untouched = [name for name in base if name not in (f"{Q}.weight", f"{MLP}.weight")]
@@ -89,8 +86,7 @@ def test_a_folder_is_merged(base: State, tmp_path: Path) -> None:
         assert merged.keys() == expected.keys()
         assert all(torch.equal(merged[name], tensor) for name, tensor in expected.items())
     assert "pos_embed.pos_embed" in denoiser_state(DEMO), "buffers included, from several files"
-    with pytest.raises(UserError, match=r"config\.json cannot be read"):
-        denoiser_state(tmp_path / "nowhere")
+    refused(r"config\.json cannot be read", denoiser_state, tmp_path / "nowhere")
 
 
 def test_a_lora_of_another_model_is_named(base: State) -> None:
@@ -118,13 +114,11 @@ def test_a_difference_is_extracted_exactly_or_as_the_best_of_a_smaller_rank(base
         values = torch.linalg.svdvals(change)
         error = (change - extraction.modules[layer].delta().double()).square().sum()
         assert error.item() == pytest.approx(values[2:].square().sum().item(), rel=1e-4)
-        assert extraction.kept[layer] == pytest.approx(
-            (values[:2].square().sum() / values.square().sum()).item(), rel=1e-5
-        )
+        share = values[:2].square().sum() / values.square().sum()
+        assert extraction.kept[layer] == pytest.approx(share.item(), rel=1e-5)
         assert 0.3 < extraction.kept[layer] < 0.99
-        assert extraction.modules[layer].down.norm().item() == pytest.approx(
-            extraction.modules[layer].up.norm().item(), rel=1e-3
-        )
+        norms = [factor.norm().item() for factor in (extraction.modules[layer].down, extraction.modules[layer].up)]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-3)
     assert min(extraction.kept.values()) < extraction.share < max(extraction.kept.values())
 
 
@@ -143,33 +137,17 @@ def test_weights_without_a_lora_are_listed(base: State) -> None:
     assert extraction.left_out.keys() == {f"{added}.weight"}
 
 
-def without(name: str) -> Callable[[State], State]:
-    return lambda state: {key: tensor for key, tensor in state.items() if key != name}
-
-
 FAULTS: dict[str, tuple[Callable[[State], State], dict[str, object], str]] = {
     "same": (dict, {}, "nothing to extract"),
     "missing": (without("proj_out.bias"), {}, r"only the base model has proj_out\.bias"),
-    "further": (lambda state: {**state, "new.weight": noise(2, 2)}, {}, r"only the tuned model has new\.weight"),
-    "shape": (
-        lambda state: {**state, "proj_out.weight": noise(4, 4)},
-        {},
-        r"proj_out\.weight has shapes \[64, 128\] and \[4, 4\]",
-    ),
+    "further": (having("new.weight", noise(2, 2)), {}, r"only the tuned model has new\.weight"),
+    "shape": (having("proj_out.weight", noise(4, 4)), {}, r"proj_out\.weight has shapes \[64, 128\] and \[4, 4\]"),
     "rank": (dict, {"rank": 0}, "rank 0"),
     "target": (dict, {"targets": ("attn.to_q", "to_z")}, "target to_z: no linear layer's name ends in it"),
-    "outside": (
-        lambda state: {**state, "proj_out.bias": noise(64)},
-        {"targets": ("attn.to_q",)},
-        "no weight among the targets differs",
-    ),
+    "outside": (having("proj_out.bias", noise(64)), {"targets": ("attn.to_q",)}, "no weight among the targets differs"),
 }
 
 
 @pytest.mark.parametrize(("change", "options", "message"), FAULTS.values(), ids=FAULTS)
-def test_models_that_do_not_match_are_named(
-    base: State, change: Callable[[State], State], options: dict[str, object], message: str
-) -> None:
-    arguments: dict[str, object] = {"rank": 2, **options}
-    with pytest.raises(UserError, match=message):
-        extract_lora(base, change(base), **arguments)  # type: ignore[arg-type]
+def test_models_that_do_not_match_are_named(base: State, change: Any, options: dict[str, object], message: str) -> None:
+    refused(message, extract_lora, base, change(base), **{"rank": 2, **options})

@@ -9,24 +9,20 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sd3_light.config.faults import UserError
 from sd3_light.export.lora_file import diffusers_tensors
 from sd3_light.export.lora_stack import Lora, add_loras
 from sd3_light.families.sd3.sample_texts import TextPolicy
 from sd3_light.sample.generate import ImageRequest, generate
+from tests.refusals import refused
 
-LAYERS = (
-    "transformer_blocks.0.attn.to_q",
-    "transformer_blocks.1.ff.net.0.proj",
-    "transformer_blocks.0.attn.add_k_proj",
-)
+BLOCKS = "transformer_blocks"
+LAYERS = (f"{BLOCKS}.0.attn.to_q", f"{BLOCKS}.1.ff.net.0.proj", f"{BLOCKS}.0.attn.add_k_proj")
 RANK = 2
 Weights = dict[str, torch.Tensor]
 
 
 @pytest.fixture
 def fresh(pipe: Any) -> Any:
-    """A pipeline with its own copy of the denoiser."""
     own_pipe = copy.copy(pipe)
     own_pipe.transformer = copy.deepcopy(pipe.transformer)
     return own_pipe
@@ -79,13 +75,10 @@ def test_strength_is_part_of_the_argument(tmp_path: Path) -> None:
         (f"{file}:much", "a.safetensors:much does not exist"),
         (f"{file}:nan", "must be a finite number"),
     ]:
-        with pytest.raises(UserError, match=message):
-            Lora.parse(text)
-    with pytest.raises(UserError, match=r"has no adapter file; pass the \.safetensors file itself"):
-        Lora.parse(f"{tmp_path / 'empty'}:0.5")
+        refused(message, Lora.parse, text)
+    refused(r"has no adapter file; pass the \.safetensors file itself", Lora.parse, f"{tmp_path / 'empty'}:0.5")
     odd.touch()
-    with pytest.raises(UserError, match=r"is not a \.safetensors file"):
-        Lora.parse(str(odd))
+    refused(r"is not a \.safetensors file", Lora.parse, str(odd))
 
 
 def _renamed(change: Callable[[str], str]) -> Callable[[Weights], Weights]:
@@ -102,12 +95,8 @@ def _renamed(change: Callable[[str], str]) -> Callable[[Weights], Weights]:
     ],
     ids=["names", "some", "shapes", "no lora"],
 )
-def test_a_file_that_does_not_fit_is_refused(
-    pipe: Any, fresh: Any, tmp_path: Path, change: Callable[[Weights], Weights], message: str
-) -> None:
+def test_a_file_that_does_not_fit_is_refused(pipe: Any, fresh: Any, tmp_path: Path, change: Any, message: str) -> None:
     file = tmp_path / "x.safetensors"
     save_file(change(lora_weights(pipe, 0)), file)
-    with pytest.raises(UserError, match=message) as error:
-        add_loras(fresh, [Lora(file)], diffusers_tensors)
-    assert str(file) in str(error.value)
-    assert "\n" not in str(error.value)
+    error = refused(message, add_loras, fresh, [Lora(file)], diffusers_tensors)
+    assert str(file) in error

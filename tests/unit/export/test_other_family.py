@@ -23,6 +23,7 @@ from sd3_light.export.proof_process import packed, unpacked
 from sd3_light.model.adapter_layers import add_adapter, is_adapter_name
 from sd3_light.model.lora_layers import LoraModule
 from tests.families import make_denoiser
+from tests.refusals import refused
 from tests.stock import save_stock
 
 WEIGHT = "transformer_blocks.0.attn.to_q.weight"
@@ -55,9 +56,7 @@ def spec(family: Family, base: Path) -> ExportSpec:
     return ExportSpec(base, config, torch.bfloat16, text={"text_max_length": 48}, family=family)
 
 
-def test_a_folder_is_exported_and_proven_by_its_stock_pipeline(
-    flux: Family, base: Path, exported: Path, trained: dict[str, Tensor]
-) -> None:
+def test_a_folder_is_exported_and_proven(flux: Family, base: Path, exported: Path, trained: dict[str, Tensor]) -> None:
     proof = json.loads((exported / "proof.json").read_text())
     assert (proof["pipeline"], proof["tensors"]) == ("FluxPipeline", len(trained))
     assert proof["max_difference"] < 1e-5
@@ -81,9 +80,7 @@ def test_a_folder_is_exported_and_proven_by_its_stock_pipeline(
     assert flux.files.missing(base / "vae", denoiser=True) == ("model_index.json",)
 
 
-def test_a_lora_is_exported_proven_and_merged(
-    flux: Family, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lora_is_proven_and_merged(flux: Family, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     denoiser = FluxTransformer2DModel.from_pretrained(base / "transformer")
     config = AdapterConfig.model_validate({"rank": 2, "alpha": 4.0, "target_modules": ["attn.to_q", "proj_mlp"]})
     add_adapter(denoiser, config, 0)
@@ -110,15 +107,12 @@ def test_a_lora_is_exported_proven_and_merged(
     assert torch.equal(written[WEIGHT], merged[WEIGHT])
 
 
-def test_an_incomplete_base_and_what_only_sd3_has_are_refused(
-    flux: Family, base: Path, trained: dict[str, Tensor], tmp_path: Path
-) -> None:
+def test_unfit_exports_are_refused(flux: Family, base: Path, trained: dict[str, Tensor], tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_bytes((base / "model_index.json").read_bytes())
     with pytest.raises(UserError, match=r"lacks scheduler/scheduler_config.json, text_encoder/config.json, text_enc"):
         write_folder(tmp_path / "out", trained, spec(flux, tmp_path))
     expected = r"Flux has no single file, only SD3 does; use the diffusers folder"
-    with pytest.raises(UserError, match=expected):
-        convert.run(base, tmp_path / "flux.safetensors")
+    refused(expected, convert.run, base, tmp_path / "flux.safetensors")
     modules = {WEIGHT.removesuffix(".weight"): LoraModule(torch.ones(2, 32), torch.ones(32, 2))}
     with pytest.raises(UserError, match=r'layout "kohya" is not known'):
         write_lora(tmp_path / "a.safetensors", modules, layout="kohya", names=flux.files.adapters)

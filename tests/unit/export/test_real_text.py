@@ -14,7 +14,6 @@ from PIL import Image
 
 from sd3_light.config import SIZES
 from sd3_light.core.registry import family_named
-from sd3_light.export import diffusers_folder as folder_module
 from sd3_light.export.diffusers_folder import write_folder
 from sd3_light.export.export_spec import ExportSpec
 from sd3_light.export.open_pipeline import open_pipeline
@@ -23,6 +22,7 @@ from sd3_light.families.sd3 import real_pipeline
 from sd3_light.families.sd3.real_pipeline import RealTextPipeline
 from sd3_light.families.sd3.sample_texts import TextPolicy
 from sd3_light.sample.generate import ImageRequest, generate
+from tests.project import without_proofs
 from tests.unit.export.denoisers import live_denoiser
 
 CONFIG = SIZES["tiny2"].transformer_config()
@@ -45,8 +45,7 @@ def spec(base: Path, tokens: str, uncond: str) -> ExportSpec:
 def exports(tmp_path_factory: pytest.TempPathFactory, demo_parts: Path) -> Exports:
     """One export per text policy, all of the same weights. Read only."""
     root, weights = tmp_path_factory.mktemp("exports"), live_weights()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(folder_module, "prove", lambda *_: {})
+    with without_proofs():
         return {
             (tokens, uncond): write_folder(root / f"{tokens}-{uncond}", weights, spec(demo_parts, tokens, uncond))
             for tokens in ("padded", "real")
@@ -110,14 +109,11 @@ def test_this_package_uses_its_own_class_and_never_runs_the_folders_file(exports
     assert max(map(distance, generate(pipe, requests, policy, (2, 4.0)), expected)) == 0, "sampling too"
 
 
-def test_the_pipeline_file_is_a_copy_that_padded_models_neither_have_nor_inherit(
-    exports: Exports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pipeline_file_is_not_inherited(exports: Exports, tmp_path: Path, unproven: None) -> None:
     assert (exports["real", "zero"] / "pipeline.py").read_bytes() == Path(real_pipeline.__file__).read_bytes()
     assert not (exports["padded", "zero"] / "pipeline.py").exists()
     index = json.loads((exports["real", "zero"] / "model_index.json").read_text())
     assert index["_class_name"] == "StableDiffusion3Pipeline", "stock diffusers refuses folders with another class"
-    monkeypatch.setattr(folder_module, "prove", lambda *_: {})
     out = write_folder(tmp_path / "out", live_weights(), spec(exports["real", "zero"], "padded", "empty"))
     assert not (out / "pipeline.py").exists()
     assert "t5_max_length" not in json.loads((out / "model_index.json").read_text())
@@ -172,9 +168,8 @@ def test_several_images_per_prompt_no_guidance_and_a_negative_prompt(real: Any) 
 
 
 def test_without_t5_its_tokens_are_left_out(exports: Exports, real: Any) -> None:
-    pipe = RealTextPipeline.from_pretrained(
-        exports["real", "empty"], text_encoder_3=None, dtype=torch.float32, local_files_only=True
-    )
+    options = {"text_encoder_3": None, "dtype": torch.float32, "local_files_only": True}
+    pipe = RealTextPipeline.from_pretrained(exports["real", "empty"], **options)
     clip_only, full = (p.encode_prompt(PROMPTS[0], do_classifier_free_guidance=False)[0] for p in (pipe, real))
     assert clip_only.shape[1] < full.shape[1]
     assert torch.equal(clip_only, full[:, : clip_only.shape[1]])
@@ -190,9 +185,7 @@ def test_options_that_training_did_not_use_are_refused(exports: Exports, real: A
 
 
 @pytest.mark.parametrize(("tokens", "uncond"), [("padded", "empty"), ("padded", "zero"), ("real", "zero")])
-def test_the_code_of_the_card_equals_sd3_light_sample(
-    exports: Exports, tokens: Any, uncond: Any, modules: None
-) -> None:
+def test_the_cards_code_equals_sd3_light_sample(exports: Exports, tokens: Any, uncond: Any, modules: None) -> None:
     folder = exports[tokens, uncond]
     (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
     assert len([line for line in code.splitlines() if line and "import" not in line]) <= 5

@@ -31,12 +31,8 @@ from tests.families import make_denoiser, make_pipeline
 
 CPU = torch.device("cpu")
 FolderOf = Callable[[str, torch.dtype], Path]
-KINDS: dict[str, dict[str, Any]] = {
-    "lora": {},
-    "dora": {"use_dora": True},
-    "lokr": {"type": "lokr"},
-    "loha": {"type": "loha"},
-}
+KINDS: dict[str, dict[str, Any]] = {"lora": {}, "dora": {"use_dora": True}}
+KINDS |= {name: {"type": name} for name in ("lokr", "loha")}
 
 
 @pytest.fixture(scope="module")
@@ -143,9 +139,8 @@ def test_frozen_weights_have_the_dtypes_of_the_stock_class(folder_of: FolderOf, 
     adapter = cost.adapter_parameters(config.adapter)
     held = sum(weight.nbytes for name, weight in named.items() if not is_adapter_name(name))
     assert TrainingSetup(cost, Tokens(64, 64), 1, adapter=adapter).frozen_bytes == held, "as `check` counts"
-    assert TrainingSetup(cost, Tokens(64, 64), 1, adapter=adapter, compute_dtype="float32").frozen_bytes == (
-        4 * cost.parameters
-    )
+    in_float32 = TrainingSetup(cost, Tokens(64, 64), 1, adapter=adapter, compute_dtype="float32")
+    assert in_float32.frozen_bytes == 4 * cost.parameters
 
 
 class Float32Bytes(TorchDispatchMode):
@@ -168,9 +163,7 @@ class Float32Bytes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("family", ["sd3", "flux", "wan"])
-def test_a_frozen_denoiser_is_never_held_in_float32(
-    folder_of: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
-) -> None:
+def test_never_in_float32(folder_of: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     config = config_of(folder_of(family, torch.float32), tmp_path, rank=1)
     start = family_of(config.model).weights.start(config.model)
     with Float32Bytes() as before:
@@ -197,9 +190,7 @@ NEEDS_LIBRARY = pytest.mark.skipif(not is_bnb_available(), reason="needs bitsand
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("family", ["sd3", "flux", "wan"])
 @pytest.mark.usefixtures("in_bfloat16")
-def test_quantized_weights_are_read_one_by_one(
-    folder_of: FolderOf, tmp_path: Path, family: str, kind: str, bits: int
-) -> None:
+def test_quantized_weights_come_singly(folder_of: FolderOf, tmp_path: Path, family: str, kind: str, bits: int) -> None:
     config = config_of(folder_of(family, torch.float32), tmp_path, base_bits=bits, **KINDS[kind])
     weights = family_of(config.model).weights
     start = weights.start(config.model)
@@ -255,9 +246,7 @@ def test_swapped_blocks_have_the_bytes_that_check_counts(
 
 @pytest.mark.parametrize("swapped", [0, 3, "all"])
 @pytest.mark.parametrize(("family", "kind"), [("sd3", "adamw8bit"), ("wan", "adamw"), ("flux", "adafactor")])
-def test_trained_blocks_have_the_bytes_that_check_counts(
-    folder_of: FolderOf, tmp_path: Path, family: str, kind: str, swapped: int | str
-) -> None:
+def test_trained_block_bytes(folder_of: FolderOf, tmp_path: Path, family: str, kind: str, swapped: int | str) -> None:
     model = {"diffusers_path": str(folder_of(family, torch.float32)), "dtype": "float32"}
     settings = {"output_dir": "out", "dataset": "data.toml", "max_steps": 9, "model": model, "swap_blocks": swapped}
     settings |= {"gradient_release": True, "gradient_clipping": 0.0, "optimizer": {"type": kind}}
@@ -268,12 +257,8 @@ def test_trained_blocks_have_the_bytes_that_check_counts(
     engine = TorchEngine(family_of(config.model).training.model(denoiser, config, False), config, Launch(), CPU)
     setup = TrainingSetup(cost, Tokens(64, 64), 1, optimizer=kind, release=True, swapped=config.swap_blocks)
     engine.optimizer.prepare_state()
-    states = [
-        state
-        for chunk in engine.optimizer.chunks
-        for each in chunk.optimizers
-        for state in each.optimizer.state.values()
-    ]
+    optimizers = [each.optimizer for chunk in engine.optimizer.chunks for each in chunk.optimizers]
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
     values = [*denoiser.parameters(), *(value for state in states for value in state.values())]
     held = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in values}
     alignment = 512 * len(values)  # it counts in tiny models only, as do the moments of vectors

@@ -34,12 +34,10 @@ class ParsedPage(HTMLParser):
             self.text += data
 
     def attributes(self, tag: str) -> list[dict[str, str | None]]:
-        """Return the attributes of all elements of a tag."""
         return [attributes for name, attributes in self.elements if name == tag]
 
     @property
     def policy(self) -> str:
-        """The content security policy."""
         (policy,) = (meta["content"] for meta in self.attributes("meta") if meta.get("http-equiv"))
         return policy or ""
 

@@ -13,19 +13,18 @@ import pytest
 from jinja2 import UndefinedError
 
 import sd3_light.pages
-from sd3_light.config.faults import UserError
 from sd3_light.formats import byte_size, duration, language, number, plural, tick_label
 from sd3_light.pages import Chart, ChartLine, ChartMark, check_output_path, render_template, save_page
 from sd3_light.pages.html import environment
 from sd3_light.report.inspect.histogram import HistogramBin
 from sd3_light.report.inspect.line_sample import LineGroup
 from sd3_light.ui.run_pages import RunControls
+from tests.refusals import refused
 from tests.unit.pages.parsed_page import ParsedPage, assert_self_contained
 
 ROOT = Path(sd3_light.pages.__file__).parent
-COMPONENTS = [
-    path for path in sorted((ROOT / "templates" / "components").glob("*.html")) if "{% macro" in path.read_text()
-]
+FILES = sorted((ROOT / "templates" / "components").glob("*.html"))
+COMPONENTS = [path for path in FILES if "{% macro" in path.read_text()]
 HOSTILE = (
     "<script>alert(1)</script>",
     "\"><img src=http://127.0.0.1:9/x onerror=alert(1)>'",
@@ -119,19 +118,14 @@ def test_styles_and_scripts_cannot_leave_their_element() -> None:
 def test_the_output_path_is_checked_before_the_work(tmp_path: Path) -> None:
     check_output_path(tmp_path / "new" / "page.html")
     assert (tmp_path / "new").is_dir()
-    with pytest.raises(UserError, match=r"--out: .* is a folder; name the file"):
-        check_output_path(tmp_path)
+    refused(r"--out: .* is a folder; name the file", check_output_path, tmp_path)
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot create the folder"):
-        check_output_path(tmp_path / "file" / "page.html")
+    refused("cannot create the folder", check_output_path, tmp_path / "file" / "page.html")
 
 
 def test_half_a_surrogate_pair_is_written_as_an_escape(tmp_path: Path) -> None:
     save_page(tmp_path / "page.html", render_template("charts.html", title="\ud800.jpg", charts=[]))
     assert b"<title>\\ud800.jpg</title>" in (tmp_path / "page.html").read_bytes()
-
-
-# --- formats ----------------------------------------------------------------------------------
 
 
 def test_numbers_durations_and_languages() -> None:

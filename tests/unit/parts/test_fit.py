@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from sd3_light.config.faults import Stopped, UserError
+from sd3_light.config.faults import Stopped
 from sd3_light.parts import fit
 from sd3_light.parts.fit import Fit, FitOptions, interrupt_between_layers, saved_identity
 from sd3_light.randomness import stream
 from tests.leftovers import leave
+from tests.refusals import refused
 
 
 class Line:
@@ -155,19 +156,15 @@ def test_a_finished_training_is_not_continued(tmp_path: Path) -> None:
 
 def test_other_options_and_a_damaged_state_are_refused(tmp_path: Path) -> None:
     stop_at(start(tmp_path), 3)
-    with pytest.raises(UserError, match="was started with name = 'a', now it is 'b'"):
-        start(tmp_path, name="b")
-    with pytest.raises(UserError, match=r"lr = 0\.05"):
-        start(tmp_path, lr=0.1)
+    refused("was started with name = 'a', now it is 'b'", start, tmp_path, name="b")
+    refused(r"lr = 0\.05", start, tmp_path, lr=0.1)
     path = tmp_path / fit.STATE_FILE
     path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(UserError, match="not a complete safetensors file"):
-        start(tmp_path)
+    refused("not a complete safetensors file", start, tmp_path)
 
 
 def test_a_loss_that_is_not_finite_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="not finite at step 20"):
-        start(tmp_path, Line(factor=float("nan"))).run(lambda: None)
+    refused("not finite at step 20", start(tmp_path, Line(factor=float("nan"))).run, lambda: None)
 
 
 def test_what_a_killed_training_left_is_removed_and_the_last_step_evaluated(tmp_path: Path) -> None:
@@ -175,9 +172,6 @@ def test_what_a_killed_training_left_is_removed_and_the_last_step_evaluated(tmp_
     state = start(tmp_path, steps=12, evaluate_every=5).run(lambda: None)
     assert not leftover.exists()
     assert [record["step"] for record in state.history] == [5, 10, 12]
-
-
-# --- hand-computed values ----------------------------------------------------------------------
 
 
 def test_two_steps_of_the_optimizer(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from sd3_light.config import DatasetConfig
-from sd3_light.config.faults import UserError
 from sd3_light.parts import images as images_module
 from sd3_light.parts.images import Pool, draw_rows, load_pools, take
+from tests.refusals import refused
 from tests.unit.parts.conftest import load
 
 
@@ -41,8 +41,7 @@ def test_several_sizes_a_broken_image_and_no_image(data_toml: Path, tmp_path: Pa
     assert [pool.size for pool in pools] == [(32, 32), (32, 48)]
     assert sum(len(pool.ids) for pool in pools) == 63
     (folder / "images" / "captions.json").write_text(json.dumps({}))
-    with pytest.raises(UserError, match="no usable image"):
-        load(folder / "data.toml", tmp_path / "none")
+    refused("no usable image", load, folder / "data.toml", tmp_path / "none")
 
 
 def test_batches_are_functions_of_the_step_and_skip_held_out_images(pools: list[Pool]) -> None:
@@ -101,10 +100,8 @@ def test_the_digest_identifies_the_contents(monkeypatch: pytest.MonkeyPatch) -> 
 def load_decoded(monkeypatch: pytest.MonkeyPatch, fingerprints: list[str]) -> list[Pool]:
     """Return the pools of images of one pixel with these fingerprints."""
     pixels = np.zeros((1, 1, 3), np.uint8)
-    members = [
-        SimpleNamespace(identity=number, captions=(), fingerprint=fingerprint)
-        for number, fingerprint in enumerate(fingerprints)
-    ]
+    named = list(enumerate(fingerprints))
+    members = [SimpleNamespace(identity=n, captions=(), fingerprint=fingerprint) for n, fingerprint in named]
     samples = [SimpleNamespace(member=member, pixels=pixels) for member in members]
     monkeypatch.setattr(images_module, "decode_dataset", lambda *args, **options: samples)
     return load_pools(DatasetConfig(Path("data.toml"), Path("cache"), ()), Path("work"), 10**6, 0)

@@ -29,11 +29,11 @@ from sd3_light.parts.sizes import TextSize, VaeSize
 from sd3_light.parts.vae import VaeOptions
 from sd3_light.parts.verb import PartsOptions
 from sd3_light.world import write_dataset
+from tests.refusals import refused
 
 
 @pytest.fixture(scope="module", autouse=True)
 def small() -> Iterator[None]:
-    """Replace the smallest sizes by smaller ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(verb.VAE_SIZES, "tiny", VaeSize((8, 8, 8, 8), 1, 4))
         patch.setitem(verb.TEXT_SIZES, "tiny", TextSize(32, 32, 64, 2, (8, 8, 16, 16), (1, 1, 1, 1)))
@@ -72,9 +72,8 @@ def test_the_folder_is_complete_and_the_stock_pipeline_loads_it(built: Path) -> 
     weights = built / "vae" / "diffusion_pytorch_model.safetensors"
     assert weights.stat().st_mode & 0o444 == 0o444 & (built / "vae" / "config.json").stat().st_mode
     pipe = StableDiffusion3Pipeline.from_pretrained(built, transformer=None, local_files_only=True)
-    prompt, _, pooled, _ = pipe.encode_prompt(
-        "a red circle", None, None, do_classifier_free_guidance=False, max_sequence_length=24
-    )
+    options = {"do_classifier_free_guidance": False, "max_sequence_length": 24}
+    prompt, _, pooled, _ = pipe.encode_prompt("a red circle", None, None, **options)
     assert prompt.shape[2] == 64
     assert pooled.shape == (1, 64)
     latents = pipe.vae.encode(torch.zeros(1, 3, 32, 32)).latent_dist.mean
@@ -93,9 +92,7 @@ def test_an_interrupted_run_continues_to_the_same_bytes(built: Path, data: Path,
             assert (out / relative).read_bytes() == file.read_bytes(), relative
 
 
-def test_a_separate_judge_shares_no_caption_with_the_encoders(
-    built: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_judge_shares_no_captions(built: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other captions, other weights; VAE and tokenizers stay the same, and an interruption changes nothing."""
     captions: dict[str, set[str]] = {}
     seeds: dict[str, int] = {}
@@ -136,22 +133,10 @@ def test_a_separate_judge_shares_no_caption_with_the_encoders(
 
 
 def all_captions(data: Path) -> list[tuple[str, ...]]:
-    """Return the captions of each image."""
     with TemporaryDirectory() as folder:
         return [texts for pool in load_pools(load_images(data), Path(folder), 1000, 0) for texts in pool.captions]
 
 
-@pytest.fixture
-def handlers() -> Iterator[None]:
-    """Restore the signal handlers, which a run that is stopped leaves."""
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.getsignal(number) for number in numbers]
-    yield
-    for number, handler in zip(numbers, before, strict=True):
-        signal.signal(number, handler)
-
-
-@pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize(("only", "task"), [("vae", verb.VaeTask), ("text", verb.TextTask)])
 def test_a_signal_stops_inside_a_step(
     only: Any, task: Any, built: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -173,7 +158,6 @@ def test_a_signal_stops_inside_a_step(
         assert (tmp_path / "out" / file.relative_to(built)).read_bytes() == file.read_bytes()
 
 
-@pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize("place", ["load_pools", "channel_statistics"])
 def test_a_signal_stops_it_at_once(place: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
@@ -217,8 +201,7 @@ def test_other_images_are_refused(data: Path, tmp_path: Path) -> None:
         verb.run(data, out, options(only="vae", stop_after=1e-9))
     changed = Path(shutil.copytree(data.parent, tmp_path / "changed")) / "data.toml"
     (changed.parent / "images" / "000001.png").unlink()
-    with pytest.raises(UserError, match="was started with images"):
-        verb.run(changed, out, options(only="vae"))
+    refused("was started with images", verb.run, changed, out, options(only="vae"))
 
 
 @pytest.mark.parametrize("only", ["vae", "text"])
@@ -232,8 +215,7 @@ def test_too_few_images_to_hold_one_out_are_refused(tmp_path: Path, only: str) -
 
 def test_a_folder_with_other_files_and_a_train_toml_are_refused(data: Path, tmp_path: Path) -> None:
     (tmp_path / "train.toml").write_text('output_dir = "run"\ndataset = "data.toml"\n')
-    with pytest.raises(UserError, match="already exists"):
-        verb.run(data, tmp_path, options())
+    refused("already exists", verb.run, data, tmp_path, options())
     with pytest.raises(ConfigFaults, match="not a dataset TOML"):
         verb.run(tmp_path / "train.toml", tmp_path / "out", options())
     assert not (tmp_path / "out").exists()
@@ -250,8 +232,7 @@ def test_a_folder_with_other_files_and_a_train_toml_are_refused(data: Path, tmp_
     ],
 )
 def test_contradicting_options(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        verb.check_options(options(**wrong))
+    refused(message, verb.check_options, options(**wrong))
 
 
 SIZES = ("--vae-size", "tiny", "--text-size", "tiny", "--vae-batch", "4", "--text-batch", "8", "--workers", "0")
@@ -291,9 +272,7 @@ def test_a_folder_of_captioned_images(data: Path, tmp_path: Path, monkeypatch: p
     assert pixels.size == (128, 128)
 
 
-def test_a_second_run_changes_nothing_and_the_next_command_fits_the_dataset(
-    built: Path, data: Path, tmp_path: Path
-) -> None:
+def test_a_second_run_changes_nothing_and_names_the_next_command(built: Path, data: Path, tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in built.rglob("*") if path.is_file()}
     code, text = command(data, built, *SMALL, "--vae-minutes", "9")
     assert code == 0

@@ -91,9 +91,7 @@ def test_t5_attends_to_real_tokens_only_if_lengths_are_given(encoders: Encoders,
 
 @torch.no_grad()
 @pytest.mark.parametrize("index", [0, 1, 2])
-def test_clips_tokens_are_scaled_whole_and_other_outputs_by_channel(
-    encoders: Encoders, ids: torch.Tensor, index: int
-) -> None:
+def test_clips_tokens_are_scaled_whole_others_by_channel(encoders: Encoders, ids: torch.Tensor, index: int) -> None:
     model = encoders[index]
     tokens, pooled = encode(model, ids)
     scale_outputs(model, tokens, pooled)

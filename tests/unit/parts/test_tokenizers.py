@@ -68,10 +68,8 @@ def test_captions_are_not_cut_and_return(tokenizers: dict[str, PreTrainedTokeniz
 
 def test_listed_words_are_tokens_and_others_are_split() -> None:
     rng = stream(1, "test-words", 0, 0, 0)
-    known, new = (
-        [text for _ in range(300) for text in scene_captions(draw_scene(rng, held_out)).values()]
-        for held_out in (False, True)
-    )
+    scenes = [[draw_scene(rng, held_out) for _ in range(300)] for held_out in (False, True)]
+    known, new = ([text for scene in drawn for text in scene_captions(scene).values()] for drawn in scenes)
     tokenizers = learn_tokenizers(known, 8192, ZH_WORDS)
     word = re.compile("|".join((*sorted(ZH_WORDS, key=len, reverse=True), "[a-z]+", r"\S")))
     for text in new:

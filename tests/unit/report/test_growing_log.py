@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from sd3_light.config.faults import UserError
 from sd3_light.report import run_log
 from sd3_light.report.curves import NUM_BINS, CurveBuilder
 from sd3_light.report.run_log import RunReader, RunReport, read_run
 from sd3_light.runlog.log import complete_lines
+from tests.refusals import refused
 
 Event = dict[str, Any]
 
@@ -57,7 +57,6 @@ def started(folder: Path, last: int = 9) -> RunReader:
 
 
 def content(report: RunReport) -> dict[str, Any]:
-    """Return everything in a report, for comparisons."""
     samples = {"events": report.events, "samples": report.samples}
     listed = {name: {kind: (each.seen, list(each)) for kind, each in value.items()} for name, value in samples.items()}
     return {**vars(report), **listed, "step_range": report.step_range}
@@ -167,8 +166,7 @@ def test_another_log_in_its_place_is_read_from_the_start(tmp_path: Path) -> None
     log.write_text(other)
     assert reader.read().last["step"]["step"] == 30
     log.unlink()
-    with pytest.raises(UserError, match="no such log"):
-        reader.read()
+    refused("no such log", reader.read)
     log.write_text(other)
     assert reader.read().last["step"]["step"] == 30
     log.write_text("".join(log.read_text().splitlines(keepends=True)[:5]))
@@ -180,11 +178,9 @@ def test_a_faulty_line_is_named_until_it_is_removed(tmp_path: Path, parsed: list
     good = (tmp_path / "log.jsonl").read_text()
     append(tmp_path, "oops\n")
     for _ in range(2):
-        with pytest.raises(UserError, match="line 11 is not JSON"):
-            reader.read()
+        refused("line 11 is not JSON", reader.read)
     parsed.clear()
-    with pytest.raises(UserError, match="line 11 is not JSON"):
-        reader.read()
+    refused("line 11 is not JSON", reader.read)
     assert parsed == [], "the same file is not read twice"
     (tmp_path / "log.jsonl").write_text(good)
     assert reader.read().last["step"]["step"] == 9

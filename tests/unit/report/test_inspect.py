@@ -31,6 +31,7 @@ from sd3_light.report.inspect.sample_cards import SampleCard, open_vae
 from sd3_light.sources.buckets import Bucket, resize_for
 from sd3_light.sources.preprocess import REASONS, decode, fit, fit_mask
 from sd3_light.world import write_dataset
+from tests.refusals import refused
 from tests.shards import sd3_content
 from tests.unit.pages.parsed_page import ParsedPage, assert_self_contained
 
@@ -148,9 +149,6 @@ def page(written: tuple[Path, CachePage]) -> ParsedPage:
     return ParsedPage(written[0])
 
 
-# --- the page ------------------------------------------------------------------------------------
-
-
 def test_the_page_is_complete_and_runs_nothing(page: ParsedPage) -> None:
     assert page.source.startswith('<!doctype html>\n<html lang="en">')
     assert ("meta", {"charset": "utf-8"}) in page.elements
@@ -206,11 +204,8 @@ def test_counts_and_reconstructions_shown(page: ParsedPage, built: SmallCache, w
     scores = sorted(sample.psnr or 0.0 for sample in written[1].samples)
     assert f"The median is {scores[3]:.1f} dB, the worst {scores[0]:.1f} dB." in page.text
     groups = group_samples(written[1].samples)
-    assert [(title, len(cards)) for title, cards in groups] == [
-        ("Worst reconstructions", 3),
-        ("Median reconstruction", 1),
-        ("Other samples", 3),
-    ]
+    sizes = {"Worst reconstructions": 3, "Median reconstruction": 1, "Other samples": 3}
+    assert [(title, len(cards)) for title, cards in groups] == list(sizes.items())
     assert [card.psnr for _, cards in groups[:2] for card in cards] == scores[:4]
     places = [page.text.index(title) for title, _ in groups]
     assert places == sorted(places)
@@ -235,10 +230,9 @@ def test_only_as_many_shards_as_needed_are_read(tmp_path: Path, built: SmallCach
     square = manifest.shards[0]
     entries = tuple(replace(square, file=f"{number:03d}.safetensors") for number in range(50))
     for entry in entries:
+        copied, original = (folder / "shards" / name for name in (entry.file, square.file))
         for suffix in (".safetensors", ".arrow"):
-            (folder / "shards" / entry.file).with_suffix(suffix).hardlink_to(
-                (folder / "shards" / square.file).with_suffix(suffix)
-            )
+            copied.with_suffix(suffix).hardlink_to(original.with_suffix(suffix))
     replace(manifest, shards=entries).save(folder)
     inspection = inspect_cache(folder, 10, seed=0)
     assert (inspection.stats.shards, inspection.stats.samples, inspection.samples) == (3, 12, 200)
@@ -257,10 +251,7 @@ def test_a_card_says_how_its_image_was_resized(size: tuple[int, int], expected: 
     assert card.resize_text == f"{size[0]}x{size[1]} → {bucket}{expected}"
 
 
-# --- missing and damaged parts -------------------------------------------------------------------
-
-
-def test_moved_sources_are_noted_and_the_rest_is_shown(tmp_path: Path, copy_cache: Callable[..., Path]) -> None:
+def test_moved_sources_are_noted_and_the_rest_is_shown(tmp_path: Path, copy_cache: Any) -> None:
     folder = copy_cache(**{f"directory__{LABEL}": "/nowhere/images"})
     content = write_cache_page(folder, tmp_path / "page.html")
     assert content.notes == [f"The originals of {LABEL} cannot be shown: /nowhere/images does not exist."]
@@ -269,7 +260,7 @@ def test_moved_sources_are_noted_and_the_rest_is_shown(tmp_path: Path, copy_cach
     assert "/nowhere/images does not exist" in ParsedPage(tmp_path / "page.html").text
 
 
-def test_a_missing_vae_is_noted_and_can_be_passed(tmp_path: Path, copy_cache: Callable[..., Path]) -> None:
+def test_a_missing_vae_is_noted_and_can_be_passed(tmp_path: Path, copy_cache: Any) -> None:
     folder = copy_cache(diffusers_path="/nowhere/model")
     content = write_cache_page(folder, tmp_path / "page.html")
     assert len(content.notes) == 1
@@ -285,7 +276,7 @@ def test_a_missing_vae_is_noted_and_can_be_passed(tmp_path: Path, copy_cache: Ca
         assert all(sample.decoded for sample in content.samples)
 
 
-def test_a_damaged_shard_is_noted_and_the_others_are_shown(tmp_path: Path, copy_cache: Callable[..., Path]) -> None:
+def test_a_damaged_shard_is_noted_and_the_others_are_shown(tmp_path: Path, copy_cache: Any) -> None:
     folder = copy_cache()
     (folder / "shards" / "80x48.safetensors").write_bytes(b"not a shard")
     content = write_cache_page(folder, tmp_path / "page.html")
@@ -294,9 +285,7 @@ def test_a_damaged_shard_is_noted_and_the_others_are_shown(tmp_path: Path, copy_
     assert all("80x48.safetensors" in note for note in content.notes)
 
 
-def test_a_changed_source_is_not_shown_as_the_original(
-    tmp_path: Path, built: SmallCache, copy_cache: Callable[..., Path]
-) -> None:
+def test_a_changed_source_is_not_shown_as_the_original(tmp_path: Path, built: SmallCache, copy_cache: Any) -> None:
     shutil.copytree(built.sources, tmp_path / "moved")
     Image.new("RGB", (90, 90)).save(tmp_path / "moved" / "000000.png")
     folder = copy_cache(**{f"directory__{LABEL}": str(tmp_path / "moved")})
@@ -305,7 +294,7 @@ def test_a_changed_source_is_not_shown_as_the_original(
     assert problems == ["the file has changed: it is 90x90 now and was 64x64"]
 
 
-def test_a_cache_without_rejects_says_so(tmp_path: Path, copy_cache: Callable[..., Path]) -> None:
+def test_a_cache_without_rejects_says_so(tmp_path: Path, copy_cache: Any) -> None:
     folder = copy_cache()
     (folder / "rejects.jsonl").unlink()
     manifest = json.loads((folder / "manifest.json").read_bytes())
@@ -315,7 +304,7 @@ def test_a_cache_without_rejects_says_so(tmp_path: Path, copy_cache: Callable[..
     assert "No input was rejected." in ParsedPage(tmp_path / "page.html").text
 
 
-def test_half_a_surrogate_pair_does_not_stop_the_page(tmp_path: Path, copy_cache: Callable[..., Path]) -> None:
+def test_half_a_surrogate_pair_does_not_stop_the_page(tmp_path: Path, copy_cache: Any) -> None:
     folder = copy_cache()
     line = '{"key": "images#0/\\ud800.jpg", "reason": "new_reason", "detail": "", "image": ""}\nnot json\n'
     (folder / "rejects.jsonl").write_text(line)
@@ -327,27 +316,19 @@ def test_half_a_surrogate_pair_does_not_stop_the_page(tmp_path: Path, copy_cache
 
 def test_user_errors_come_before_the_work(tmp_path: Path, built: SmallCache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sd3_light.report.inspect.cache_page.collect_content", lambda *_: pytest.fail("too early"))
-    with pytest.raises(UserError, match=r"train.toml is a config; pass the folder of its cache"):
-        inspect.run(Path("train.toml"))
-    with pytest.raises(UserError, match="no cache at"):
-        write_cache_page(tmp_path / "nowhere", tmp_path / "page.html")
-    with pytest.raises(UserError, match="is a folder; name the file"):
-        write_cache_page(built.folder, tmp_path)
+    refused(r"train.toml is a config; pass the folder of its cache", inspect.run, Path("train.toml"))
+    refused("no cache at", write_cache_page, tmp_path / "nowhere", tmp_path / "page.html")
+    refused("is a folder; name the file", write_cache_page, built.folder, tmp_path)
 
 
 def test_files_that_cannot_be_used_are_user_errors(tmp_path: Path, built: SmallCache) -> None:
-    with pytest.raises(UserError, match=r"--vae: .* has no vae/config.json"):
-        write_cache_page(built.folder, tmp_path / "page.html", vae=tmp_path)
+    refused(r"--vae: .* has no vae/config.json", write_cache_page, built.folder, tmp_path / "page.html", vae=tmp_path)
     (tmp_path / "vae").mkdir()
     (tmp_path / "vae" / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="cannot be loaded"):
-        write_cache_page(built.folder, tmp_path / "page.html", vae=tmp_path)
+    refused("cannot be loaded", write_cache_page, built.folder, tmp_path / "page.html", vae=tmp_path)
     assert not (tmp_path / "page.html").exists()
     with pytest.raises(UserError, match=r"cannot write /proc/page\.html"):  # root cannot write there either
         write_cache_page(built.folder, Path("/proc/page.html"), samples=0)
-
-
-# --- the table -----------------------------------------------------------------------------------
 
 
 def table_of(inspection: Inspection, styles: bool = False) -> str:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sd3_light.config.faults import UserError
 from sd3_light.report import grids
 from sd3_light.report.verb import write_run_page
+from tests.refusals import refused
 from tests.unit.pages.parsed_page import ParsedPage, assert_self_contained
 
 HOSTILE = "<img src=http://127.0.0.1:9/x onerror=alert(1)>"
@@ -97,9 +97,8 @@ def test_events_are_listed_in_the_order_of_time_and_many_are_thinned_out(written
         {"event": "novelty", "step": 3, "thing": 7, "time": 1.8e9 + 5},
     ]
     page, _ = written(events)
-    positions = [
-        page.text.index(text) for text in ("skip", "8.9 GB, training waited 0.4 s", "No space left", "thing 7")
-    ]
+    texts = ("skip", "8.9 GB, training waited 0.4 s", "No space left", "thing 7")
+    positions = list(map(page.text.index, texts))
     assert positions == sorted(positions)
     saves = [{"event": "checkpoint", "step": at, "file": f"step-{at}"} for at in range(5000)]
     resumes = [{"event": "resume", "step": 1, "checkpoint": f"from-{at}"} for at in range(50)]
@@ -109,17 +108,13 @@ def test_events_are_listed_in_the_order_of_time_and_many_are_thinned_out(written
     assert page.source.count("<tr") < 250
 
 
-# --- sample grids -----------------------------------------------------------------------------
-
-
 def test_grids_have_a_slider_per_kind_of_weights(written: Written, tmp_path: Path) -> None:
     drawn = [grid(tmp_path, step, weights=kind) for step in (10, 20, 30) for kind in ("raw", "ema")]
     page, notes = written([*run(), *drawn, drawn[-1]])
     assert notes == []
     assert [slider["max"] for slider in page.attributes("input") if "name" not in slider] == ["2", "2"]
-    assert [image["alt"] for image in page.attributes("img")] == [
-        f"samples at step {step}" for step in (10, 20, 30)
-    ] * 2
+    names = [f"samples at step {step}" for step in (10, 20, 30)]
+    assert [image["alt"] for image in page.attributes("img")] == 2 * names
     assert "step 30 · 1,920 samples seen" in page.text
 
 
@@ -154,9 +149,6 @@ def test_a_huge_grid_is_scaled_down(written: Written, tmp_path: Path) -> None:
     assert (image["width"], image["height"]) == ("1280", "1280")
 
 
-# --- config and output path -------------------------------------------------------------------
-
-
 def test_config_and_prompts_are_shown(written: Written, tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(f'seed = 7\n[sampling]\nprompts = ["a red circle", "{HOSTILE}"]\n')
     page, _ = written([*run(), grid(tmp_path, 1)])
@@ -166,8 +158,7 @@ def test_config_and_prompts_are_shown(written: Written, tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_bytes(b"seed = \xff\n")
     page, _ = written([*run(), grid(tmp_path, 1)])
     assert "seed = \N{REPLACEMENT CHARACTER}" in page.text
-    with pytest.raises(UserError, match=r"--out: .* is a folder"):
-        write_run_page(tmp_path, tmp_path)
+    refused(r"--out: .* is a folder", write_run_page, tmp_path, tmp_path)
 
 
 @pytest.mark.parametrize(("device", "unit"), [("CPU", "process"), ("NVIDIA H200", "GPU")])

@@ -26,9 +26,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def use_console(monkeypatch: pytest.MonkeyPatch, terminal: bool, width: int = 100) -> io.StringIO:
     screen = io.StringIO()
-    console = Console(
-        file=screen, force_terminal=terminal, width=width, legacy_windows=False, _environ={"TERM": "xterm"}
-    )
+    options = {"legacy_windows": False, "_environ": {"TERM": "xterm"}}
+    console = Console(file=screen, force_terminal=terminal, width=width, **options)
     monkeypatch.setattr("sd3_light.runlog.console.console", console)
     monkeypatch.setattr("sd3_light.runlog.bars.console", console)
     return screen
@@ -64,9 +63,7 @@ def test_lines_are_printed_first_last_and_every_ten_seconds(clock: Clock, capsys
 
 
 @pytest.mark.parametrize("width", [*range(40, 90, 5), 120])
-def test_the_live_line_fits_the_terminal_and_cuts_no_number(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch, width: int
-) -> None:
+def test_the_live_line_fits_and_cuts_no_number(clock: Clock, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     screen = use_console(monkeypatch, terminal=True, width=width)
     with progress("train", 1_000_000, "steps", done=212_345) as bar:
         clock.now += 10

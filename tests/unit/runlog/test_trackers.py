@@ -14,6 +14,7 @@ from PIL import Image
 from sd3_light.config import MonitoringConfig, UserError
 from sd3_light.runlog import RunLog, open_trackers, set_main_process
 from sd3_light.runlog.trackers import TRACKER_IDS
+from tests.refusals import refused
 from tests.waiting import HANG_SECONDS
 
 SECRET = "0123456789abcdef0123456789abcdef01234567"
@@ -175,13 +176,10 @@ def test_the_api_key_is_passed_by_the_environment_and_written_nowhere(tmp_path: 
 @pytest.mark.parametrize("error", [WandbUsageError("no key"), WandbLoginError("wrong key"), None])
 def test_a_missing_account_is_a_user_error(tmp_path: Path, wandb: FakeWandb, error: Any) -> None:
     wandb.error, wandb.account = error, error is not None
-    with pytest.raises(UserError, match="WANDB_API_KEY"):
-        open_trackers(monitoring_config(enable_wandb=True), tmp_path, CONFIG)
+    refused("WANDB_API_KEY", open_trackers, monitoring_config(enable_wandb=True), tmp_path, CONFIG)
 
 
-def test_training_continues_when_wandb_is_not_reachable(
-    tmp_path: Path, wandb: FakeWandb, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_without_wandb(tmp_path: Path, wandb: FakeWandb, capsys: pytest.CaptureFixture[str]) -> None:
     wandb.error = WandbError("no network\nmore")
     train(tmp_path, monitoring_config(enable_wandb=True), 1, 2)
     assert "wandb is not reachable (no network); training continues" in capsys.readouterr().err
@@ -189,9 +187,7 @@ def test_training_continues_when_wandb_is_not_reachable(
 
 
 @pytest.mark.parametrize("error", [WandbError("gone"), ConnectionResetError("gone")])
-def test_a_later_failure_of_wandb_is_reported_once(
-    tmp_path: Path, wandb: FakeWandb, capsys: pytest.CaptureFixture[str], error: Exception
-) -> None:
+def test_later_failures(tmp_path: Path, wandb: FakeWandb, capsys: pytest.CaptureFixture[str], error: Exception) -> None:
     trackers = open_trackers(monitoring_config(enable_wandb=True), tmp_path, CONFIG)
     wandb.runs[0].error = error
     with RunLog(tmp_path, tensorboard=False, trackers=trackers) as log:
@@ -242,9 +238,7 @@ def trackio(monkeypatch: pytest.MonkeyPatch) -> FakeTrackio:
     return module
 
 
-def test_trackio_gets_the_points_under_a_unique_name(
-    tmp_path: Path, trackio: FakeTrackio, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trackio_gets_the_points(tmp_path: Path, trackio: FakeTrackio, capsys: pytest.CaptureFixture[str]) -> None:
     monitoring = monitoring_config(enable_trackio=True)
     train(tmp_path / "my_run", monitoring, 1, 5)
     train(tmp_path / "my_run", monitoring, 3, 6)
@@ -262,15 +256,12 @@ def test_trackio_gets_the_points_under_a_unique_name(
     assert capsys.readouterr().out == "", "stdout is for results"
 
 
-def test_training_continues_when_trackio_is_not_reachable(
-    tmp_path: Path, trackio: FakeTrackio, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_without_trackio(tmp_path: Path, trackio: FakeTrackio, capsys: pytest.CaptureFixture[str]) -> None:
     trackio.error = OSError("no token")
     assert open_trackers(monitoring_config(enable_trackio=True), tmp_path, CONFIG) == []
     assert "trackio is not reachable (no token)" in capsys.readouterr().err
     trackio.error = ValueError("server_url must be a full URL")
-    with pytest.raises(UserError, match="full URL"):
-        open_trackers(monitoring_config(enable_trackio=True), tmp_path, CONFIG)
+    refused("full URL", open_trackers, monitoring_config(enable_trackio=True), tmp_path, CONFIG)
 
 
 @pytest.mark.slow  # starts wandb's service

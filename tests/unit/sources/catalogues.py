@@ -43,7 +43,6 @@ def write_image(path: Path, colour: int = 0, size: tuple[int, int] = (64, 64), c
 
 
 def write_images(folder: Path) -> Path:
-    """Write `COUNT` images."""
     for number in range(COUNT):
         write_image(folder / f"{number:02}.png", number)
     return folder
@@ -97,7 +96,6 @@ def plan_for(
     size: int = 8,
     workers: int = 0,
 ) -> CachePlan:
-    """List, probe and plan."""
     if isinstance(directories, Path):
         directories = [directory(directories)]
     with open_catalogue(cache, *directories) as (catalogue, listings):
@@ -109,10 +107,10 @@ def shard_files(plan: CachePlan) -> list[str]:
     return [shard.file for shard in sort_shards(plan.shards)]
 
 
-def sample_names(plan: CachePlan, shard: PlannedShard) -> list[str]:
+def names_in(plan: CachePlan, shard: PlannedShard) -> list[str]:
     return [member.row.key.rsplit("/", 1)[1] for member in plan.members(shard)]
 
 
 def shard_of(plan: CachePlan, name: str) -> str:
-    (file,) = (shard.file for shard in plan.shards if name in sample_names(plan, shard))
+    (file,) = (shard.file for shard in plan.shards if name in names_in(plan, shard))
     return file

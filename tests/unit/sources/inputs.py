@@ -173,7 +173,6 @@ def structs(count: int) -> list[dict[str, Any]]:
 
 
 def scan_all(directories: Iterable[DirectoryConfig]) -> Iterator[Record | Rejected]:
-    """Scan several directories, one after the other."""
     directories = tuple(directories)
     for directory, index in zip(directories, occurrences(directories), strict=True):
         yield from scan(directory, index)

@@ -65,25 +65,29 @@ class Case:
 
 
 def image(data: bytes, outcome: str | Used, name: str = "a.jpg") -> Case:
-    """One image file with a good caption."""
     return Case({name: outcome}, {name: data, f"{Path(name).stem}.txt": "a caption"})
 
 
 def caption(data: bytes | str, outcome: str | tuple[str, ...]) -> Case:
-    """One good image with a caption file."""
     expected = outcome if isinstance(outcome, str) else Used(captions=outcome)
     return Case({"a.png": expected}, {"a.png": png(), "a.txt": data})
 
 
 def table(name: str, text: str | bytes, outcome: dict[str, str | Used], **keys: Any) -> Case:
-    """One good image without a text file, and a caption table."""
     return Case(outcome, {"a.png": png(), name: text}, keys)
 
 
 def masked(mask: bytes, outcome: str | Used, data: bytes = b"") -> Case:
-    """One image with a mask."""
     files = {"a.png": data or save(halves(size=(64, 64)), "PNG"), "a.txt": "a caption", "masks/a.png": mask}
     return Case({"a.png": outcome}, files, {"mask_path": "masks"})
+
+
+def in_tar(name: str, outcome: Any, *members: tuple[str, bytes]) -> Case:
+    return Case({f"x.tar/{name}": outcome}, then=tarred(*members))
+
+
+def in_parquet(outcomes: list[Any], columns: dict[str, Any], **keys: Any) -> Case:
+    return Case({f"x.parquet/{n:09d}": end for n, end in enumerate(outcomes)}, {}, keys, parquet(columns))
 
 
 def tarred(*members: tuple[str, bytes]) -> Callable[[Path], object]:
@@ -105,7 +109,6 @@ def declaring(size: int, kind: bytes = tarfile.REGTYPE) -> Callable[[Path], obje
 
 
 def sparse(name: str, size: int = 1 << 40) -> Callable[[Path], object]:
-    """A file of 1 TB that takes no space."""
     return lambda root: os.truncate(root / name, size)
 
 
@@ -163,6 +166,7 @@ def closed(root: Path) -> None:
     (root / "a.png").chmod(0)
 
 
+A, A_TEXT = ("a.png", png()), ("a.txt", b"a caption")
 LONG = " ".join(f"word{n}" for n in range(8000))
 NESTED = "[" * 100_000
 ROWS_WITHOUT_FILE = '{"text": "nameless"}\n{"file": "a.png", "text": "a caption"}'
@@ -280,47 +284,26 @@ CASES: dict[str, Case] = {
     ),
     "a long name of 2^62 bytes": Case(HUGE_HEADER, then=declaring(1 << 62, tarfile.GNUTYPE_LONGNAME)),
     "a PAX header of 2^62 bytes": Case(HUGE_HEADER, then=declaring(1 << 62, tarfile.XHDTYPE)),
-    "a member twice": Case(
-        {"x.tar/a.png": [Used(), "duplicate_key"]},
-        then=tarred(("a.png", png()), ("a.txt", b"a caption"), ("a.png", png()), ("a.txt", b"again")),
-    ),
-    "a member without a caption": Case({"x.tar/a.png": "no_caption"}, then=tarred(("a.png", png()))),
-    "a member without an image": Case({"x.tar/a": "missing_file"}, then=tarred(("a.txt", b"a caption"))),
-    "a member whose image is broken": Case(
-        {"x.tar/a.png": "truncated"}, then=tarred(("a.png", save(noise(), "PNG")[:-3000]), ("a.txt", b"a caption"))
-    ),
-    "a member with a caption of latin-1": Case(
-        {"x.tar/a.png": "caption_not_utf8"}, then=tarred(("./a.png", png()), ("./a.txt", b"caf\xe9"))
-    ),
-    "a member with a dotted name, and a hidden one": Case(
-        {"x.tar/dir/dotted": "missing_file"}, then=tarred(("dir/dotted.name.png", png()), (".hidden", b""))
-    ),
-    "a member whose JSON is broken": Case(
-        {"x.tar/a.png": "bad_caption"}, then=tarred(("a.png", png()), ("a.json", b"{"))
-    ),
+    "a member twice": in_tar("a.png", [Used(), "duplicate_key"], A, A_TEXT, A, ("a.txt", b"again")),
+    "a member without a caption": in_tar("a.png", "no_caption", A),
+    "a member without an image": in_tar("a", "missing_file", A_TEXT),
+    "a member whose image is broken": in_tar("a.png", "truncated", ("a.png", save(noise(), "PNG")[:-3000]), A_TEXT),
+    "a member with a caption of latin-1": in_tar("a.png", "caption_not_utf8", ("./a.png", png()), ("./a.txt", b"\xe9")),
+    "a dotted name of a member": in_tar("dir/dotted", "missing_file", ("dir/dotted.x.png", png()), (".hidden", b"")),
+    "a member whose JSON is broken": in_tar("a.png", "bad_caption", A, ("a.json", b"{")),
     # --- Parquet
     "Parquet without images": Case({"x.parquet": "no_image_column"}, then=parquet({"url": ["u"], "text": ["t"]})),
     "Parquet without captions": Case({"x.parquet": "no_caption_column"}, then=parquet({"image": [png()], "n": [1]})),
     "Parquet without its footer": Case({"x.parquet": "broken_parquet"}, then=cut_parquet),
     "Parquet with a hole": Case({f"x.parquet/{n:09d}": "unreadable" for n in range(3)}, then=hollow_parquet),
     "Parquet that is none": Case({"x.parquet": "broken_parquet"}, {"x.parquet": PAGE}),
-    "a null for an image": Case(
-        {"x.parquet/000000000": Used(), "x.parquet/000000001": "empty_file"},
-        then=parquet({"image": [png(), None], "text": ["a caption", "b"]}),
-    ),
-    "a null for a caption": Case(
-        {"x.parquet/000000000": "no_caption"},
-        then=parquet({"image": [png()], "text": pa.array([None], pa.string())}),  # type: ignore[dict-item]
-    ),
-    "a list of captions": Case(
-        {"x.parquet/000000000": Used(captions=("one", "two"))},
-        then=parquet({"image": [png()], "text": [["one", "two"]]}),
-    ),
-    "a cell above a configured limit": Case(
-        {"x.parquet/000000000": Used(), "x.parquet/000000001": "file_too_large", "x.parquet/000000002": Used()},
-        {},
-        {"max_image_mb": 0.002},
-        parquet({"image": [png(), save(noise(), "PNG"), png()], "text": ["a caption"] * 3}),
+    "a null for an image": in_parquet([Used(), "empty_file"], {"image": [png(), None], "text": ["a caption", "b"]}),
+    "a null for a caption": in_parquet(["no_caption"], {"image": [png()], "text": pa.array([None], pa.string())}),
+    "a list of captions": in_parquet([Used(captions=("one", "two"))], {"image": [png()], "text": [["one", "two"]]}),
+    "a cell above a configured limit": in_parquet(
+        [Used(), "file_too_large", Used()],
+        {"image": [png(), save(noise(), "PNG"), png()], "text": ["a caption"] * 3},
+        max_image_mb=0.002,
     ),
     "a struct whose bytes are a list": Case(
         {"x.parquet": "no_image_column"}, then=parquet({"image": [{"bytes": [1, 2]}], "text": ["a caption"]})
@@ -379,10 +362,8 @@ def test_every_kind_of_input_has_the_expected_outcome(tmp_path: Path, kind: str)
     case.then(root)
     keys = {key: root / value if key in ("mask_path", "rejected") else value for key, value in case.keys.items()}
     ends = outcomes(directory(root, **keys))
-    expected = {
-        name.encode("utf-8", "backslashreplace").decode(): end if isinstance(end, list) else [end]
-        for name, end in case.outcome.items()
-    }
+    named = {name.encode("utf-8", "backslashreplace").decode(): end for name, end in case.outcome.items()}
+    expected = {name: end if isinstance(end, list) else [end] for name, end in named.items()}
     assert sorted(ends) == sorted(expected)
     for name, wanted in expected.items():
         for end, expected in zip(ends[name], wanted, strict=True):

@@ -57,9 +57,7 @@ def as_parquet(file: str, text: str) -> bytes:
     ("name", "write"),
     [("captions.csv", as_csv), ("Metadata.CSV", as_csv), ("train.jsonl", as_jsonl), ("my data.parquet", as_parquet)],
 )
-def test_the_only_table_of_a_folder_is_read_whatever_its_name(
-    tmp_path: Path, name: str, write: Any, file: str, text: str
-) -> None:
+def test_the_only_table_is_read_whatever_its_name(tmp_path: Path, name: str, write: Any, file: str, text: str) -> None:
     write_files(tmp_path, {"a.png": png(), "sub/b.png": png(), name: write(file, text), "list.csv": "width\n1\n"})
     items = scan_items(tmp_path)
     assert captions(items) == {"a.png": ("a cat", "again"), "sub/b.png": ("a dog",)}
@@ -72,18 +70,12 @@ def test_the_order_of_sources(tmp_path: Path) -> None:
     write_files(tmp_path, dict.fromkeys(images, png()))
     far = "file,text\n" + "".join(f"{image},far\n" for image in images)
     write_files(tmp_path, {"metadata.csv": "file,text\nsub/a.png,fixed name\n", "other.csv": far})
-    write_files(
-        tmp_path / "sub", {f"{stem}.caption": ".caption" for stem in "abc"} | {"a.txt": ".txt", "b.txt": ".txt"}
-    )
+    write_files(tmp_path / "sub", {f"{stem}.caption": ".caption" for stem in "abc"})
+    write_files(tmp_path / "sub", {"a.txt": ".txt", "b.txt": ".txt"})
     write_files(tmp_path / "sub", {"labels.jsonl": '{"file": "d.png", "text": "near"}\n{"file": "a.png", "text": "x"}'})
     items = scan_items(tmp_path)
-    assert captions(items) == {
-        "sub/a.png": ("fixed name",),
-        "sub/b.png": (".txt",),
-        "sub/c.png": (".caption",),
-        "sub/d.png": ("near",),
-        "sub/e.png": ("far",),
-    }
+    expected = {"a": "fixed name", "b": ".txt", "c": ".caption", "d": "near", "e": "far"}
+    assert captions(items) == {f"sub/{stem}.png": (text,) for stem, text in expected.items()}
     assert rejects(items) == {}
 
 
@@ -165,10 +157,8 @@ def test_parquet_without_images_or_as_an_unneeded_table_is_listed(tmp_path: Path
     assert set(captions(items)) == {"0.tar/k.png", "1/a.png", "c.png"}
     assert rejects(items) == {**{f"{n}.parquet": "no_image_column" for n in range(3)}, "b.png": "no_caption"}
     assert "0.parquet is not read: none of the columns ['url', 'caption']" in detail(items, "b.png")
-    other = write_files(
-        tmp_path / "other", {"a.png": png(), "a.txt": "own", "labels.parquet": as_parquet("file", "text")}
-    )
-    items = scan_items(other)
+    other = {"a.png": png(), "a.txt": "own", "labels.parquet": as_parquet("file", "text")}
+    items = scan_items(write_files(tmp_path / "other", other))
     assert captions(items) == {"a.png": ("own",)}
     assert rejects(items) == {"labels.parquet": "no_image_column"}
 

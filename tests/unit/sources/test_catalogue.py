@@ -32,8 +32,6 @@ pytestmark = pytest.mark.usefixtures("small_parts")
 
 
 class RecordingProbe:
-    """`probe_images` that records the names of the images."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.names: list[str] = []
         monkeypatch.setattr(module, "probe_images", self)
@@ -41,9 +39,6 @@ class RecordingProbe:
     def __call__(self, locations: Sequence[SampleLocation]) -> list[Probe]:
         self.names += [name_of(location) for location in locations]
         return decode.probe_images(locations)
-
-
-# --- contents ------------------------------------------------------------------------------------
 
 
 def test_every_row_has_its_size_and_hash(images: Path, cache: Path) -> None:
@@ -95,9 +90,6 @@ def test_rejects_are_stored_with_their_reasons(images: Path, cache: Path) -> Non
         assert Counter(row.reason for row in rows.values() if row.reason) == Counter(expected.values())
 
 
-# --- unchanged and changed inputs ----------------------------------------------------------------
-
-
 def test_unchanged_sources_are_not_listed_again(images: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = list_and_probe(cache, directory(images))
     for name in ("scan", "probe_images"):
@@ -105,9 +97,7 @@ def test_unchanged_sources_are_not_listed_again(images: Path, cache: Path, monke
     assert list_and_probe(cache, directory(images)) == before
 
 
-def test_a_moved_folder_is_not_probed_again(
-    images: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_moved_folder_is_known(images: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = list_and_probe(cache, directory(images))
     (tmp_path / "moved").mkdir()
     moved = images.rename(tmp_path / "moved" / "images")
@@ -117,9 +107,7 @@ def test_a_moved_folder_is_not_probed_again(
     assert sample_location(after["00.png"], moved).image.read() == (moved / "00.png").read_bytes()
 
 
-def test_a_new_file_causes_only_its_part_to_be_probed(
-    images: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_a_new_file_only_its_part_is_probed(images: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     list_and_probe(cache, directory(images))
     before = parts_of(cache)
     assert len(before) >= 4
@@ -149,9 +137,6 @@ def test_a_lost_part_is_rebuilt(images: Path, cache: Path, monkeypatch: pytest.M
     assert list_and_probe(cache, directory(images)) == before
     assert 1 <= len(probe.names) <= 8
     assert lost.is_file()
-
-
-# --- unreadable inputs ---------------------------------------------------------------------------
 
 
 def test_unreadable_images_are_retried(images: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,9 +175,6 @@ def test_unreadable_captions_are_listed_again(images: Path, cache: Path, monkeyp
         patch.setattr(module, "scan", scan)
         assert list_and_probe(cache, directory(images))["07.png"].reason == "unreadable"
     assert list_and_probe(cache, directory(images))["07.png"].reason == ""
-
-
-# --- pruning -------------------------------------------------------------------------------------
 
 
 def test_unlisted_parts_and_temporary_files_are_pruned_after_a_while(images: Path, cache: Path) -> None:

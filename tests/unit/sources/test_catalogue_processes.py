@@ -116,9 +116,7 @@ def test_a_living_process_is_waited_for(images: Path, cache: Path, monkeypatch: 
         assert first.count_unprobed(listings) == 0
 
 
-def test_progress_counts_the_parts_of_other_processes(
-    images: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_counts_parts_of_other_processes(images: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One part is probed before this process starts to probe, another one while it waits."""
     with open_catalogue(cache, directory(images)) as (first, listings), Claims(cache / "claims") as others:
         second = Catalogue(cache, others)
@@ -137,9 +135,7 @@ def test_progress_counts_the_parts_of_other_processes(
         assert sum(probed) == COUNT
 
 
-def test_rows_probed_by_another_process_meanwhile_are_not_counted(
-    images: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_other_processes_are_not_counted(images: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file of rows is deleted after the part is seen as unprobed and before its rows are counted."""
     with open_catalogue(cache, directory(images)) as (catalogue, listings):
         real = catalogue._is_probed

@@ -52,9 +52,6 @@ def age(path: Path, seconds: float) -> None:
     os.utime(path, (now - seconds, now - seconds))
 
 
-# --- one owner -----------------------------------------------------------------------------------
-
-
 def test_an_item_has_one_owner(claims: Claims) -> None:
     with Claims(claims.folder) as other:
         assert claims.take("a")
@@ -89,9 +86,7 @@ def test_a_claim_that_was_taken_over_is_not_released(claims: Claims) -> None:
     assert path.read_text() == ELSEWHERE
 
 
-def test_a_claim_released_and_retaken_by_another_process_is_left_alone(
-    claims: Claims, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_claim_retaken_by_another_process_is_left_alone(claims: Claims, monkeypatch: pytest.MonkeyPatch) -> None:
     """It exists when we try to create it, is gone when we read its owner, and has another owner when we retry."""
     with Claims(claims.folder) as first, Claims(claims.folder) as second:
         assert first.take("a")
@@ -122,9 +117,6 @@ def test_a_full_disk_is_reported_and_leaves_no_claim(claims: Claims, tmp_path: P
     assert not is_owned(claims, "a")
 
 
-# --- dead owners ---------------------------------------------------------------------------------
-
-
 def hold(folder: Path, ready: Any) -> None:
     with Claims(folder) as claims:
         claims.take("a")
@@ -143,9 +135,7 @@ def holder(claims: Claims) -> Iterator[BaseProcess]:
     process.join()
 
 
-def test_a_living_owner_on_this_machine_needs_no_heartbeat_and_a_killed_one_is_noticed(
-    claims: Claims, holder: BaseProcess
-) -> None:
+def test_a_living_owner_here_needs_no_heartbeat_and_its_end_is_noticed(claims: Claims, holder: BaseProcess) -> None:
     """The process is checked instead of its heartbeat: it may have been suspended."""
     (heartbeat,) = (path for path in claims.folder.glob("*.alive") if not path.name.startswith(claims.owner))
     age(heartbeat, 10 * STALE_AFTER)
@@ -171,9 +161,7 @@ def test_a_reused_process_number_is_another_process(claims: Claims) -> None:
 
 
 @pytest.mark.parametrize(("silent", "alive"), [(0, True), (STALE_AFTER - 1, True), (STALE_AFTER, False), (None, False)])
-def test_an_owner_on_another_machine_is_alive_while_its_heartbeat_is_recent(
-    claims: Claims, silent: float | None, alive: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_owner_elsewhere(claims: Claims, silent: float | None, alive: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     write_claim(claims.folder, "a", ELSEWHERE)
     if silent is not None:
         heartbeat = write_heartbeat(claims.folder, ELSEWHERE, silent).stat().st_mtime
@@ -228,8 +216,6 @@ def test_a_file_written_just_before_is_not_newer(tmp_path: Path) -> None:
             assert claims.is_newer(file)
 
 
-# --- a race --------------------------------------------------------------------------------------
-
 ITEMS = [f"item{number}" for number in range(200)]
 
 
@@ -257,9 +243,6 @@ def test_racing_processes_do_each_item_once(tmp_path: Path) -> None:
     lines = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
     assert Counter(item for item, _ in lines) == Counter(ITEMS)
     assert os.listdir(tmp_path / "claims") == []
-
-
-# --- clocks that jump ----------------------------------------------------------------------------
 
 
 def test_work_is_done_once_although_the_clock_is_set_back(claims: Claims, tmp_path: Path) -> None:

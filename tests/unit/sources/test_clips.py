@@ -186,10 +186,8 @@ def test_clips_are_held_out_with_their_copies_alone(tmp_path: Path, cache: Path)
 def test_lengths_that_a_family_does_not_allow(tmp_path: Path) -> None:
     def faults(step: int | None, frames: int | list[int]) -> list[str]:
         keys = directory(tmp_path, frames=frames)
-        return [
-            f"{fault.problem}; {fault.hint}"
-            for fault in clip_faults(DatasetConfig(tmp_path, tmp_path, (keys,)), step, "X")
-        ]
+        found = clip_faults(DatasetConfig(tmp_path, tmp_path, (keys,)), step, "X")
+        return [f"{fault.problem}; {fault.hint}" for fault in found]
 
     assert faults(4, 81) == faults(4, 1) == faults(4, [5, 81]) == []
     assert faults(4, 80) == ["clips of X have 4·n + 1 frames; write 77 or 81"]

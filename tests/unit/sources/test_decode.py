@@ -10,17 +10,10 @@ import pytest
 from PIL import Image
 
 from sd3_light.data.cache_plan import sample_fingerprint
+from sd3_light.sources import decode as module
 from sd3_light.sources.buckets import Bucket, resize_for
 from sd3_light.sources.catalogue import InputRow
-from sd3_light.sources.decode import (
-    Decoded,
-    DecodeTask,
-    Probe,
-    SampleLocation,
-    content_digest,
-    decode_images,
-    probe_images,
-)
+from sd3_light.sources.decode import DecodeTask, Probe, SampleLocation, content_digest, decode_images, probe_images
 from sd3_light.sources.preprocess import decode, decode_mask, fit, fit_mask
 from sd3_light.sources.records import FileBytes
 from tests.unit.sources.inputs import exif, halves, noise, palette, save
@@ -29,7 +22,6 @@ BUCKET = Bucket(48, 64)
 
 
 def write_sample(folder: Path, image: bytes, mask: bytes | None = None) -> SampleLocation:
-    """Write an image and its mask to disk."""
     (folder / "image").write_bytes(image)
     if mask is not None:
         (folder / "mask").write_bytes(mask)
@@ -41,7 +33,7 @@ def probe_one(location: SampleLocation) -> Probe:
     return probe
 
 
-def decoded(location: SampleLocation, bucket: Bucket = BUCKET) -> Decoded:
+def decoded(location: SampleLocation, bucket: Bucket = BUCKET) -> module.Decoded:
     (result,) = decode_images([DecodeTask(location, probe_one(location), bucket)])
     return result
 
@@ -92,11 +84,8 @@ def test_results_of_a_batch_are_in_order_including_rejects(tmp_path: Path) -> No
     probes = probe_images(locations)
     assert [probe.reason for probe in probes] == ["", "empty_file", "", "not_an_image", "unreadable"]
     assert "nowhere" in probes[4].detail
-    tasks = [
-        DecodeTask(location, probe, BUCKET)
-        for location, probe in zip(locations, probes, strict=True)
-        if not probe.reason
-    ]
+    each = zip(locations, probes, strict=True)
+    tasks = [DecodeTask(location, probe, BUCKET) for location, probe in each if not probe.reason]
     assert [result.pixels is not None for result in decode_images(tasks)] == [True, True]
 
 
@@ -149,20 +138,10 @@ def test_an_unusable_mask_rejects_its_sample(tmp_path: Path, mask: bytes, reason
 
 def test_digests_differ_for_every_mask_and_for_no_mask() -> None:
     """An empty mask rejects a sample, which must not stay rejected when the empty file is removed."""
-    contents = [
-        (b"ab", None),
-        (b"ab", b""),
-        (b"ab", b"c"),
-        (b"a", b"bc"),
-        (b"abc", None),
-        (b"abmask", None),
-        (b"", b""),
-    ]
-    rows = [
-        InputRow("key", digest=content_digest(image), mask_digest="" if mask is None else content_digest(mask))
-        for image, mask in contents
-    ]
-    assert len({sample_fingerprint(row, ()) for row in rows}) == len(contents)
+    pairs = [(b"ab", None), (b"ab", b""), (b"ab", b"c"), (b"a", b"bc"), (b"abc", None), (b"abmask", None), (b"", b"")]
+    digests = [(content_digest(image), "" if mask is None else content_digest(mask)) for image, mask in pairs]
+    rows = [InputRow("key", digest=image, mask_digest=mask) for image, mask in digests]
+    assert len({sample_fingerprint(row, ()) for row in rows}) == len(pairs)
 
 
 def test_workers_do_not_import_torch() -> None:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from sd3_light.config.faults import UserError
 from sd3_light.sources.exclusions import read_exclusions, with_exclusions
 from sd3_light.sources.scan import scan
 from sd3_light.sources.signature import signature
+from tests.refusals import refused
 from tests.unit.sources.inputs import captions, directory, png, rejects, scan_items, write_files
 
 
@@ -37,13 +37,10 @@ def test_listed_samples_and_rejects_are_left_out_and_counted(images: Path) -> No
 
 
 def test_a_missing_or_unreadable_list_is_an_error(images: Path) -> None:
-    with pytest.raises(UserError, match=r"exclude: .*none\.txt does not exist; create it"):
-        scan_items(images, exclude=images / "none.txt")
+    refused(r"exclude: .*none\.txt does not exist; create it", scan_items, images, exclude=images / "none.txt")
     (images / "bytes.txt").write_bytes(b"\xff")
-    with pytest.raises(UserError, match="is not UTF-8 text: byte 0"):
-        scan_items(images, exclude=images / "bytes.txt")
-    with pytest.raises(UserError, match="cannot be read: Is a directory"):
-        scan_items(images, exclude=images)
+    refused("is not UTF-8 text: byte 0", scan_items, images, exclude=images / "bytes.txt")
+    refused("cannot be read: Is a directory", scan_items, images, exclude=images)
 
 
 def test_only_keys_of_a_directory_change_its_signature(images: Path) -> None:

@@ -15,14 +15,8 @@ def flat(colour: int) -> bytes:
 
 
 def test_names_and_thumbnails_unite_through_others() -> None:
-    images = [
-        (["a"], b""),
-        (["b"], flat(0)),
-        (["b", "c"], flat(40)),
-        (["d"], flat(52)),
-        (["e"], flat(90)),
-        (["a"], b""),
-    ]
+    lone = (["a"], b"")
+    images = [lone, (["b"], flat(0)), (["b", "c"], flat(40)), (["d"], flat(52)), (["e"], flat(90)), lone]
     assert group_images(images).tolist() == [0, 1, 1, 1, 4, 0]
     assert group_images([*images, (["e", "a"], b"")]).tolist() == [0, 1, 1, 1, 0, 0, 0]
     assert group_images([]).tolist() == []

@@ -13,6 +13,7 @@ from sd3_light.config import UserError
 from sd3_light.sources.records import Record, Rejected
 from sd3_light.sources.scan import scan
 from sd3_light.sources.selection import matches_size
+from tests.refusals import refused
 from tests.unit.sources.inputs import captions, directory, png, rejects, scan_items, write_files, write_tar
 
 SCORES: list[Any] = [6.5, 5.0, None, "high", 7]
@@ -21,10 +22,8 @@ LABELS = ["cat", "dog", "cat", "cat", "bird"]
 
 def rows() -> list[dict[str, Any]]:
     pairs = zip(SCORES, LABELS, strict=True)
-    return [
-        {"file_name": f"{n}.png", "text": f"row {n}", "Aesthetic": score, "label": label}
-        for n, (score, label) in enumerate(pairs)
-    ]
+    scores = [{"Aesthetic": score, "label": label} for score, label in pairs]
+    return [{"file_name": f"{n}.png", "text": f"row {n}", **each} for n, each in enumerate(scores)]
 
 
 def as_jsonl(root: Path) -> None:
@@ -122,8 +121,7 @@ def test_terms_over_the_size_keep_the_values_that_they_need(tmp_path: Path) -> N
 
 def test_a_directory_without_the_column_is_an_error_unless_it_is_empty(tmp_path: Path) -> None:
     root = write_files(tmp_path / "set", {"a.png": png(), "a.txt": "a"})
-    with pytest.raises(UserError, match="it has no columns at all"):
-        list(scan(directory(root, where="score > 5.5"), 0))
+    refused("it has no columns at all", list, scan(directory(root, where="score > 5.5"), 0))
     write_files(tmp_path, {f"{n}.png": png() for n in range(5)})
     as_csv(tmp_path)
     with pytest.raises(UserError, match=r"no sample of .* has a column 'aestetic'; did you mean 'Aesthetic'\?"):

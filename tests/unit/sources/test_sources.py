@@ -8,42 +8,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from sd3_light.config.faults import UserError
 from sd3_light.randomness import sample_id
 from sd3_light.sources.captions import caption_variants
 from sd3_light.sources.records import Record, Rejected
 from sd3_light.sources.scan import occurrences, scan
 from sd3_light.sources.signature import signature
-from tests.unit.sources.inputs import (
-    captions,
-    directory,
-    png,
-    rejects,
-    scan_all,
-    scan_items,
-    structs,
-    write_files,
-    write_tar,
-)
+from tests.refusals import refused
+from tests.unit.sources.inputs import captions, directory, png, rejects, scan_all, scan_items, write_files, write_tar
 
 
 def test_folders_are_walked_in_sorted_order(tmp_path: Path) -> None:
-    root = write_files(
-        tmp_path / "set",
-        {
-            "b.jpg": png(1),
-            "b.txt": "bee",
-            "a.PNG": png(2),
-            "a.txt": "  a \n\t bird  ",
-            "z/deep/c.webp": png(3),
-            "z/deep/c.txt": "\ufeffsea",
-            "m/d.jpeg": png(4),
-            "m/d.txt": "",
-            ".hidden/e.jpg": png(),
-            "._b.jpg": b"mac",
-            "notes.md": "not an image",
-        },
-    )
+    root = tmp_path / "set"
+    write_files(root, {"b.jpg": png(1), "a.PNG": png(2), "z/deep/c.webp": png(3), "m/d.jpeg": png(4)})
+    write_files(root, {"b.txt": "bee", "a.txt": "  a \n\t bird  ", "z/deep/c.txt": "\ufeffsea", "m/d.txt": ""})
+    write_files(root, {".hidden/e.jpg": png(), "._b.jpg": b"mac", "notes.md": "not an image"})
     items = scan_items(root)
     assert [item.key for item in items] == ["set#0/a.PNG", "set#0/b.jpg", "set#0/m/d.jpeg", "set#0/z/deep/c.webp"]
     assert captions(items) == {"a.PNG": ("a bird",), "b.jpg": ("bee",), "m/d.jpeg": ("",), "z/deep/c.webp": ("sea",)}
@@ -60,11 +38,8 @@ def test_details_of_rejects_are_valid_utf8(tmp_path: Path) -> None:
 
 def test_rejects_have_the_location_of_their_image(tmp_path: Path) -> None:
     root = write_files(tmp_path, {"lonely.jpg": png(3), os.fsdecode(b"caf\xe9.jpg"): png(4), "orphan.txt": "x"})
-    shown = {
-        item.reason: item.image.read() if item.image else None
-        for item in scan_items(root)
-        if isinstance(item, Rejected)
-    }
+    rejected = [item for item in scan_items(root) if isinstance(item, Rejected)]
+    shown = {item.reason: item.image.read() if item.image else None for item in rejected}
     assert shown == {"no_caption": png(3), "name_not_utf8": png(4), "missing_file": None}
 
 
@@ -81,9 +56,8 @@ def test_folders_can_be_deeper_than_the_stack(tmp_path: Path) -> None:
 
 
 def test_a_scan_is_lazy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = write_files(
-        tmp_path, {f"{folder}/{n}.{end}": "x" for folder in "abc" for n in range(3) for end in ("jpg", "txt")}
-    )
+    names = [f"{folder}/{n}.{end}" for folder in "abc" for n in range(3) for end in ("jpg", "txt")]
+    root = write_files(tmp_path, dict.fromkeys(names, "x"))
     opened: list[str] = []
     listed = os.scandir
     monkeypatch.setattr(os, "scandir", lambda path: opened.append(Path(path).name) or listed(path))
@@ -96,11 +70,9 @@ def test_a_scan_is_lazy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_missing_paths_are_user_errors_before_the_first_sample(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     for keys in ({"path": gone}, {"path": tmp_path, "mask_path": gone}, {"path": tmp_path, "default_mask_file": gone}):
-        with pytest.raises(UserError, match=str(gone)):
-            scan(directory(**keys), 0)
+        refused(str(gone), scan, directory(**keys), 0)
     write_files(tmp_path, {"x.zip": b""})
-    with pytest.raises(UserError, match=r"is not a folder, \.tar or \.parquet file"):
-        scan(directory(tmp_path / "x.zip"), 0)
+    refused(r"is not a folder, \.tar or \.parquet file", scan, directory(tmp_path / "x.zip"), 0)
 
 
 def test_shuffles_keep_the_prefix_and_the_tags(tmp_path: Path) -> None:
@@ -187,12 +159,8 @@ def test_masks_have_the_name_of_their_image_below_mask_path(tmp_path: Path) -> N
     root = write_files(tmp_path / "set", {name: png() for name in names} | {n[:-3] + "txt": "x" for n in names})
     write_files(root / "masks", {"a.png": "mask a", "sub/a.webp": "mask sub a", "b.txt": "no mask"})
     write_files(root, {"default.png": "default"})
-    inside = {"mask_path": root / "masks", "default_mask_file": root / "default.png"}
-    assert masks(scan_items(root, mask_path=inside["mask_path"], default_mask_file=inside["default_mask_file"])) == {
-        "a.jpg": "mask a",
-        "b.jpg": "default",
-        "sub/a.jpg": "mask sub a",
-    }
+    items = scan_items(root, mask_path=root / "masks", default_mask_file=root / "default.png")
+    assert masks(items) == {"a.jpg": "mask a", "b.jpg": "default", "sub/a.jpg": "mask sub a"}
     assert masks(list(scan(directory(root / "sub"), 0))) == {"a.jpg": None}
     assert masks(list(scan(directory(root / "sub", default_mask_file=root / "default.png"), 0))) == {"a.jpg": "default"}
 
@@ -201,7 +169,7 @@ def test_masks_of_tars_and_parquet_are_in_a_folder_of_the_same_name(tmp_path: Pa
     root = tmp_path / "set"
     root.mkdir()
     write_tar(root / "00.tar", [("k.png", png()), ("k.txt", b"k")])
-    pq.write_table(pa.table({"image": structs(2), "text": ["a", "b"]}), root / "01.parquet")
+    pq.write_table(pa.table({"image": [png(), png()], "text": ["a", "b"]}), root / "01.parquet")
     write_files(tmp_path / "masks", {"00/k.png": "mask k", "01/000000001.png": "mask row 1"})
     assert masks(scan_items(root, mask_path=tmp_path / "masks")) == {
         "00.tar/k.png": "mask k",

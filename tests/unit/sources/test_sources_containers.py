@@ -30,9 +30,8 @@ def test_tars_as_img2dataset_writes_them(tmp_path: Path) -> None:
         pq.write_table(pa.table({"url": ["u"], "caption": ["c"]}), tmp_path / f"{shard}.parquet")
     items = scan_items(tmp_path)
     assert rejects(items) == {f"{shard}.parquet": "no_image_column" for shard in ("00000", "00001")}, "its logs"
-    assert list(captions(items)) == [
-        f"{shard}.tar/{shard}{n:04d}.jpg" for shard in ("00000", "00001") for n in range(3)
-    ]
+    shards = ("00000", "00001")
+    assert list(captions(items)) == [f"{shard}.tar/{shard}{n:04d}.jpg" for shard in shards for n in range(3)]
     assert captions(items)["00000.tar/000000000.jpg"] == ("text 000000000",)
     assert captions(items)["00000.tar/000000002.jpg"] == ("json 000000002",)
     assert [item.image.read() for item in items if isinstance(item, Record)] == [png(n) for n in (0, 1, 2)] * 2

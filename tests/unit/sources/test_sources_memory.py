@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from sd3_light.config.faults import UserError
 from sd3_light.sources import rows, tables
 from sd3_light.sources.listing import FolderNames
 from sd3_light.sources.records import Record, Rejected
 from sd3_light.sources.scan import scan
 from sd3_light.sources.signature import signature
+from tests.refusals import refused
 from tests.unit.sources.inputs import captions, directory, png, rejects, scan_items, write_files, write_tar
 
 NOT_UTF8 = os.fsdecode(b"a\xe9.jpg")
@@ -44,8 +44,6 @@ def test_a_caption_belongs_to_a_file_of_exactly_its_stem(tmp_path: Path) -> None
 
 
 class Entry:
-    """An entry of a fake folder."""
-
     def __init__(self, folder: str, name: str) -> None:
         self.name, self.path = name, f"{folder}/{name}"
 
@@ -73,7 +71,6 @@ FEW, MANY = 400, 1600
 
 
 def peak(work: Callable[[], object]) -> int:
-    """Return the peak memory of Python objects in bytes."""
     work()  # fill caches first
     tracemalloc.start()
     work()
@@ -164,11 +161,8 @@ def test_a_full_temporary_disk_is_a_user_error(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(tables, "temporary_database", small)
     write_files(tmp_path, {"captions.json": json.dumps({f"{n}.jpg": "x" for n in range(2000)})})
-    with pytest.raises(UserError, match=r"full.*SQLITE_TMPDIR"):
-        count(tmp_path, Rejected)
+    refused(r"full.*SQLITE_TMPDIR", count, tmp_path, Rejected)
 
-
-# --- JSON documents ---------------------------------------------------------------------------
 
 DOCUMENTS = [
     {},

@@ -62,13 +62,8 @@ def test_versions_follow_the_file(tmp_path: Path) -> None:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    write_files(
-        tmp_path / "set",
-        {"a.jpg": png(), "a.txt": "a", "sub/b.png": png(), "sub/b.txt": "b", "0.parquet": b""},
-    )
-    write_files(
-        tmp_path / "set", {"captions.json": "{}", ".hidden.jpg": "x", "notes.md": "x", "cache/0.safetensors": "x"}
-    )
+    read = {"a.jpg": png(), "a.txt": "a", "sub/b.png": png(), "sub/b.txt": "b", "0.parquet": b"", "captions.json": "{}"}
+    write_files(tmp_path / "set", {**read, ".hidden.jpg": "x", "notes.md": "x", "cache/0.safetensors": "x"})
     write_files(tmp_path, {"masks/a.png": png(), "default.png": png()})
     return tmp_path
 
@@ -110,14 +105,12 @@ CHANGES: dict[str, Callable[[Path], object]] = {
     "JSON lines of another name": lambda place: write_files(place / "set", {"labels.JSONL": b""}),
     "a table of sd-scripts": lambda place: write_files(place / "set", {"meta_cap.json": b""}),
 }
+OF_RUNS = ("cache/1.safetensors", "cache/manifest.json", "cache/rejects.jsonl", "run/log.jsonl")
 NO_CHANGES: dict[str, Callable[[Path], object]] = {
     "nothing": lambda place: None,
     "a hidden file": lambda place: touch(place / "set/.hidden.jpg"),
     "a file of another kind": lambda place: touch(place / "set/notes.md"),
-    "a cache inside": lambda place: write_files(
-        place / "set",
-        {"cache/1.safetensors": b"", "cache/manifest.json": b"", "cache/rejects.jsonl": b"", "run/log.jsonl": b""},
-    ),
+    "a cache inside": lambda place: write_files(place / "set", dict.fromkeys(OF_RUNS, b"")),
     "an empty folder": lambda place: (place / "set/empty").mkdir(),
     "a mask that is none": lambda place: write_files(place / "masks", {"a.txt": b""}),
 }

@@ -15,12 +15,8 @@ def test_captions_json(tmp_path: Path) -> None:
     root = write_files(tmp_path / "set", {name: png() for name in ("a.jpg", "sub/b.png", "stem.webp", "extra.jpg")})
     write_files(root, {"captions.json": json.dumps(table), "extra.txt": "from a file", "notes.md": ""})
     items = scan_items(root)
-    assert captions(items) == {
-        "a.jpg": ("one",),
-        "sub/b.png": ("one", "two words"),
-        "stem.webp": ("by stem",),
-        "extra.jpg": ("from a file",),
-    }
+    named = {"a.jpg": ("one",), "sub/b.png": ("one", "two words")}
+    assert captions(items) == {**named, "stem.webp": ("by stem",), "extra.jpg": ("from a file",)}
     assert rejects(items) == {"notes.md": "unsupported_format"}
 
 
@@ -71,9 +67,8 @@ def test_metadata_tables(tmp_path: Path, kind: str, write: Any, file: str, text:
 
 def test_the_nearest_table_wins_and_other_rows_are_not_missing(tmp_path: Path) -> None:
     root = write_files(tmp_path, {"sub/a.jpg": png(), "b.jpg": png()})
-    write_files(
-        root, {"captions.json": '{"sub/a.jpg": "far", "b": "b"}', "sub/metadata.csv": "file,text\na.jpg,near\n"}
-    )
+    write_files(root, {"captions.json": '{"sub/a.jpg": "far", "b": "b"}'})
+    write_files(root, {"sub/metadata.csv": "file,text\na.jpg,near\n"})
     items = scan_items(root)
     assert captions(items) == {"b.jpg": ("b",), "sub/a.jpg": ("near",)}
     assert rejects(items) == {}
@@ -120,10 +115,8 @@ def test_rows_without_a_configured_column_are_rejected(tmp_path: Path) -> None:
     items = scan_items(root, image_column="p", caption_column="c")
     assert captions(items) == {"a.jpg": ("a",)}
     details = {item.reason: item.detail for item in items if isinstance(item, Rejected)}
-    assert details == {
-        "no_caption": "no value in 'c' (caption_column)",
-        "broken_row": "no file name in 'p' (image_column)",
-    }
+    missing = {"no_caption": "no value in 'c' (caption_column)", "broken_row": "no file name in 'p' (image_column)"}
+    assert details == missing
 
 
 def test_rows_in_captions_json_use_only_caption_column(tmp_path: Path) -> None:

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sd3_light.config.faults import UserError
 from sd3_light.sources import video
 from sd3_light.sources.buckets import Bucket, resize_for
 from sd3_light.sources.preprocess import Reject
 from sd3_light.sources.video import VideoSize, decode_video, probe_video, write_video
+from tests.refusals import refused
 from tests.unit.sources.videos import RED, encode, encode_gif, numbered, numbers, turned
 from tests.warm import REAL_PYTHON
 
@@ -248,12 +248,10 @@ def test_odd_sides_are_written(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_written(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        call()
+    refused(message, call)
 
 
 def test_without_pyav(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "av", None)
-    with pytest.raises(UserError, match=r"pip install 'sd3-light\[video\]'"):
-        probe(b"\x1aE\xdf\xa3" + bytes(40))
+    refused(r"pip install 'sd3-light\[video\]'", probe, b"\x1aE\xdf\xa3" + bytes(40))
     assert probe(encode_gif(numbered(2)), 2).frames == 2

@@ -56,8 +56,6 @@ def process_of(numbers: Sequence[int]) -> list[int]:
 
 
 class CountedBatches:
-    """Batches that count how many were requested."""
-
     def __init__(self, batches: Iterable[Sequence[int]] = BATCHES) -> None:
         self._batches, self.count = batches, 0
 

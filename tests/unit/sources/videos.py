@@ -58,7 +58,6 @@ def encode(
 
 
 def encode_gif(frames: Sequence[NDArray[np.uint8]], milliseconds: int = 60) -> bytes:
-    """Return a gif of the frames."""
     images = [Image.fromarray(frame) for frame in frames]
     file = io.BytesIO()
     images[0].save(file, "GIF", save_all=True, append_images=images[1:], duration=milliseconds)

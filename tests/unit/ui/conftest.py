@@ -47,7 +47,6 @@ def write_run(folder: Path, steps: int = 40, total: int = 80, offset: float = 0.
 
 @pytest.fixture(autouse=True)
 def own_state(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A state folder for each test."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
 
 
@@ -66,7 +65,6 @@ def fake_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[st
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    """A folder with the runs `first` and `deep/second`."""
     write_run(tmp_path / "first")
     write_run(tmp_path / "deep" / "second", total=40, offset=0.1)
     return tmp_path

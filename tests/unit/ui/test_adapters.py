@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 from sd3_light.assets import DEMO
-from sd3_light.config.faults import UserError
 from sd3_light.export.weights_fingerprint import file_fingerprint, model_fingerprint
 from sd3_light.ui.folders import Folders, folder_id
 from sd3_light.ui.playground import Playground
+from tests.refusals import refused
 from tests.unit.ui.conftest import write_run
 
 KEY = "transformer.transformer_blocks.0.attn.to_q.lora_A.weight"
@@ -78,8 +78,7 @@ def test_the_settings_of_an_image_fill_the_form(playground: Playground, tmp_path
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "[" * 2000, '{"prompt": 1}', facts(steps=10**400), facts(loras={})])
 def test_settings_that_are_damaged_are_refused(playground: Playground, text: str) -> None:
-    with pytest.raises(UserError, match="the image: "):
-        playground.settings_of(text)
+    refused("the image: ", playground.settings_of, text)
 
 
 def test_a_fingerprint_sees_a_change_anywhere_in_a_large_file(tmp_path: Path) -> None:

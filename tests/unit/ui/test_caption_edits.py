@@ -14,6 +14,7 @@ from sd3_light.sources.scan import scan
 from sd3_light.ui.caption_edits import CaptionEdit, EditResult, Journal, apply_edits, edited_captions
 from sd3_light.ui.caption_text import make_transform
 from sd3_light.ui.served_files import ServedFiles
+from tests.refusals import refused
 from tests.unit.sources.inputs import captions, directory, png, write_files, write_tar
 
 
@@ -126,8 +127,7 @@ def test_captions_in_tars_and_other_tables_are_refused_with_the_reason(tmp_path:
     assert make_transform("start", "", "zwx", ", ")("a") == "zwx, a"
     assert make_transform("end", "", "zwx", ", ")("") == "zwx"
     for mode in ("text", "tag", "start", "regex"):
-        with pytest.raises(UserError):
-            make_transform(mode, "", "", ", ")
+        refused("", make_transform, mode, "", "", ", ")
 
 
 def test_the_place_is_the_one_that_a_scan_reads(tmp_path: Path) -> None:
@@ -168,8 +168,7 @@ def test_undo_restores_what_did_not_change_since(tmp_path: Path) -> None:
     assert [edit.key for edit in result.done] == ["set#0/a.png"]
     assert [key for key, _ in result.problems] == ["set#0/b.png"]
     assert ((tmp_path / "set/a.txt").read_text(), (tmp_path / "set/b.txt").read_text()) == ("a", "b3")
-    with pytest.raises(UserError, match="nothing to undo"):
-        journal.undo(files)
+    refused("nothing to undo", journal.undo, files)
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\0b", "x" * (1 << 20) + "y"])

@@ -18,6 +18,7 @@ from sd3_light.data.shards import Origin, write_shard
 from sd3_light.ui import data_pages
 from sd3_light.ui.data_pages import PAGE_SIZE, cache_page, caches_page, original_image
 from sd3_light.ui.folders import Folders, folder_id
+from tests.refusals import refused
 from tests.shards import sd3_content
 from tests.unit.pages.parsed_page import ParsedPage
 
@@ -66,7 +67,6 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def keys(page: str) -> list[str]:
-    """Return the names of the samples on a page."""
     return re.findall(rf"{LABEL}/\S+?\.png", ParsedPage(page).text)
 
 
@@ -121,8 +121,7 @@ def test_the_original_is_cropped_as_for_the_cache(folders: Folders, cache: Path)
     with Image.open(io.BytesIO(original_image(folders, folder_id(cache), "32x32.safetensors", 0))) as image:
         assert image.size == (32, 32)
     for shard, row in (("32x32.safetensors", 1), ("32x32.safetensors", 99), ("../manifest.json", 0)):
-        with pytest.raises(UserError):
-            original_image(folders, folder_id(cache), shard, row)
+        refused("", original_image, folders, folder_id(cache), shard, row)
 
 
 def test_the_manifest_is_parsed_per_change(cache: Path, folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +137,6 @@ def test_the_manifest_is_parsed_per_change(cache: Path, folders: Folders, monkey
         cache_page(folders, folder_id(cache))
         assert len(parsed) == 2
         (cache / "manifest.json").write_bytes(b"{")
-        with pytest.raises(UserError, match=r"manifest\.json is damaged"):
-            cache_page(folders, folder_id(cache))
+        refused(r"manifest\.json is damaged", cache_page, folders, folder_id(cache))
     finally:
         (cache / "manifest.json").write_bytes(text)

@@ -4,7 +4,7 @@ import json
 import re
 import time
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -16,7 +16,6 @@ import pytest
 from PIL import Image
 
 from sd3_light.config import load_dataset
-from sd3_light.config.faults import UserError
 from sd3_light.core.caption_lengths import TextLimit
 from sd3_light.sources.catalogue import InputRow, make_sources, write_part
 from sd3_light.ui import dataset_jobs, sample_index
@@ -25,6 +24,7 @@ from sd3_light.ui.dataset_pages import _difference
 from sd3_light.ui.datasets import _with_key
 from sd3_light.ui.folders import folder_id
 from sd3_light.ui.sample_index import Query, SampleIndex
+from tests.refusals import refused
 from tests.unit.pages.parsed_page import ParsedPage
 from tests.unit.ui.client import client_of, site_of
 from tests.waiting import wait_until
@@ -60,8 +60,6 @@ def root(tmp_path: Path) -> Path:
 
 
 class Pages:
-    """A client of the pages of one dataset."""
-
     def __init__(self, root: Path, toml: Path | None = None) -> None:
         self.site = site_of(root)
         self.id = folder_id(toml or root / "data.toml")
@@ -93,7 +91,6 @@ class Pages:
 
 
 def names(page: ParsedPage) -> list[str]:
-    """Return the samples on a page, in order."""
     keys = [each["data-key"] for each in page.attributes("article") if "data-key" in each]
     return [re.sub(r"^images#0/|\.png$", "", key or "") for key in keys]
 
@@ -262,9 +259,8 @@ def test_a_missing_caption_is_written_and_the_sample_is_used(pages: Pages, root:
 def test_excluded_samples_are_listed_in_a_file_that_the_dataset_names(pages: Pages, root: Path) -> None:
     keys = [("key", "images#0/a.png"), ("key", "images#0/evil<b>.png")]
     assert pages.post("change", keys, action="exclude", scope="marked").status_code == 303
-    assert (root / "data.toml").read_bytes() == TOML.replace(
-        "# mine\r\n", '# mine\r\nexclude = "data.exclude.txt"\r\n'
-    ).encode()
+    named = TOML.replace("# mine\r\n", '# mine\r\nexclude = "data.exclude.txt"\r\n')
+    assert (root / "data.toml").read_bytes() == named.encode()
     assert (root / "data.exclude.txt").read_text() == "images#0/a.png\nimages#0/evil<b>.png\n"
     assert load_dataset(root / "data.toml").directories[0].exclude == root / "data.exclude.txt"
     assert names(pages.get()) == ["b", "copy", "sub/c"]
@@ -301,7 +297,7 @@ def test_markup_is_text_and_a_faulty_toml_an_error_page(pages: Pages, root: Path
     assert "resolutions" in ParsedPage(reply.text).text
 
 
-def test_the_cache_is_compared_in_another_process(root: Path, fake_python: Callable[[str], None]) -> None:
+def test_the_cache_is_compared_in_another_process(root: Path, fake_python: Any) -> None:
     config = root / "train.toml"
     config.write_text('output_dir = "run"\ndataset = "data.toml"\n')
     fake_python('echo "$3 $5: 3 <b>captions</b>"')
@@ -397,12 +393,8 @@ def test_a_damaged_or_foreign_catalogue_is_not_used(root: Path) -> None:
     listing.write_text('{"parts": []}')
     index = SampleIndex.of_cache(root / "data.cache", sources)
     assert index is not None
-    for query in (
-        Query(),
-        Query("all", text="x", tag="y", where="width > 1"),
-        Query("duplicates"),
-        Query(sort="pixels"),
-    ):
+    queries = (Query(), Query("all", text="x", tag="y", where="width > 1"), Query("duplicates"), Query(sort="pixels"))
+    for query in queries:
         assert len(index.with_misfits().find(query)) == 0
 
 
@@ -424,5 +416,4 @@ def test_captions_that_repeat_themselves_are_compared_soon(old: str, new: str) -
 @pytest.mark.parametrize("name", ["a\x7fb", 'a"b\n', "中"])
 def test_a_list_of_any_name_is_named_in_the_toml(name: str) -> None:
     assert tomllib.loads(_with_key(b"# x\n[[directory]]\n", "exclude", name).decode())["exclude"] == name
-    with pytest.raises(UserError, match="cannot be added to the dataset TOML"):
-        _with_key(b"[[directory]]\n", "exclude", "a\udcff")
+    refused("cannot be added to the dataset TOML", _with_key, b"[[directory]]\n", "exclude", "a\udcff")

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from sd3_light.config.faults import UserError
 from sd3_light.ui.draw_request import AXES, DrawRequest, parse_numbers, parse_request
+from tests.refusals import refused
 
 MODELS = {"a": ("model a", Path("a")), "b": ("model b", Path("b"))}
 LORAS = {"l": ("style.safetensors", Path("/loras/style: 1.safetensors"))}
@@ -25,9 +25,8 @@ def test_axes_have_their_cells_and_labels(tmp_path: Path) -> None:
     request = parsed(columns="lora", columns_values="-1-1:1", rows="prompt", rows_values="cat, dog, ", **chosen)
     cells = [cell for _, cell in request.cells()]
     file = str(LORAS["l"][1])
-    assert [cell.loras for cell in cells[:3]] == [
-        ((file, strength), ("other.safetensors:0.25", None)) for strength in (-1.0, 0.0, 1.0)
-    ]
+    strengths = [((file, strength), ("other.safetensors:0.25", None)) for strength in (-1.0, 0.0, 1.0)]
+    assert [cell.loras for cell in cells[:3]] == strengths
     assert [cell.prompt for cell in cells[::3]] == ["a cat on a cat", "a dog on a dog", "a  on a "]
     assert request.rows.labels == ["cat", "dog", "(without)"]
     assert request.columns.labels == ["LoRA -1", "LoRA 0", "LoRA 1"]
@@ -95,5 +94,4 @@ def test_an_axis_replaces_the_value_of_the_form(axis: str, text: str, values: li
     ],
 )
 def test_values_that_are_not_valid_are_refused(values: dict[str, Any], text: str) -> None:
-    with pytest.raises(UserError, match=text):
-        parsed(**values)
+    refused(text, parsed, **values)

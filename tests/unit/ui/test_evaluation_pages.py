@@ -7,16 +7,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from sd3_light.config.faults import UserError
-from sd3_light.ui.evaluation_pages import (
-    PAGE_SIZE,
-    View,
-    evaluated_image,
-    evaluation_page,
-    evaluations_page,
-    read_evaluation,
-)
+from sd3_light.ui import evaluation_pages as module
+from sd3_light.ui.evaluation_pages import PAGE_SIZE, View, evaluated_image, evaluation_page, read_evaluation
 from sd3_light.ui.folders import Folders, folder_id
+from tests.refusals import refused
 from tests.unit.pages.parsed_page import ParsedPage
 
 CAPTIONS = [f"caption {number}" for number in range(40)]
@@ -46,7 +40,7 @@ def cards(page: str) -> list[tuple[str, list[str]]]:
 def test_the_best_and_the_worst_images_are_beside_the_true_ones(tmp_path: Path) -> None:
     folder = write_evaluation(tmp_path / "eval")
     folders, key = Folders([tmp_path]), folder_id(folder)
-    assert "eval" in evaluations_page(folders)
+    assert "eval" in module.evaluations_page(folders)
     for score, order, expected in (
         ("distance", "best", ["0", "7", "14"]),
         ("distance", "worst", ["6", "13", "20"]),
@@ -59,10 +53,8 @@ def test_the_best_and_the_worst_images_are_beside_the_true_ones(tmp_path: Path) 
         assert all([("true" in each) for each in images] == [True, False] for _, images in shown)
     second = cards(evaluation_page(folders, key, View("model", "psnr", "worst"), 2))
     assert [number for number, _ in second] == [str(number) for number in range(PAGE_SIZE, 40)]
-    randoms = [
-        [number for number, _ in cards(evaluation_page(folders, key, View(order="random", seed=seed)))]
-        for seed in (1, 1, 2)
-    ]
+    drawn = [cards(evaluation_page(folders, key, View(order="random", seed=seed))) for seed in (1, 1, 2)]
+    randoms = [[number for number, _ in shown] for shown in drawn]
     assert randoms[0] == randoms[1] != randoms[2]
     with Image.open(evaluated_image(folders, key, "model", 5)) as image:
         assert image.getpixel((0, 0)) == (1, 5, 0)
@@ -81,8 +73,7 @@ def test_images_outside_of_the_folder_are_not_served(tmp_path: Path, row: Any) -
     values = json.loads((folder / "images.json").read_text())
     (folder / "images.json").write_text(json.dumps(values | {"rows": {"true images": "00", "model": row}}))
     folders, key = Folders([tmp_path]), folder_id(folder)
-    with pytest.raises(UserError, match="has no image of caption 0"):
-        evaluated_image(folders, key, "model", 0)
+    refused("has no image of caption 0", evaluated_image, folders, key, "model", 0)
     assert "model&amp;caption" not in evaluation_page(folders, key, View("model"))
 
 
@@ -112,7 +103,5 @@ def test_hostile_captions_are_text_and_a_file_without_a_list_is_a_users_error(tm
     assert "&lt;img src=x" in page
     for text in ("", "[]", "{}", '{"captions": 1, "rows": {}}', "[" * 2000):
         (folder / "images.json").write_text(text)
-        with pytest.raises(UserError, match=r"images\.json"):
-            evaluation_page(Folders([tmp_path]), folder_id(folder), View())
-    with pytest.raises(UserError, match="there is no evaluation x"):
-        evaluation_page(Folders([tmp_path]), "x", View())
+        refused(r"images\.json", evaluation_page, Folders([tmp_path]), folder_id(folder), View())
+    refused("there is no evaluation x", evaluation_page, Folders([tmp_path]), "x", View())

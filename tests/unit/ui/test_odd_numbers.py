@@ -13,6 +13,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.report import verb as stage
 from sd3_light.ui.folders import Folders, folder_id
 from sd3_light.ui.run_pages import compare_page, run_page, runs_page
+from tests.refusals import refused
 
 ODD: list[Any] = [1e308, -1e308, 1e-320, None, "nan", math.nan, 2**53 - 1]
 NOT_DRAWN = ("nan,", ",nan", "inf,", ",inf", "nan%", "inf%")
@@ -63,8 +64,7 @@ def show(folder: Path, run_id: str) -> None:
         report = stage.run(folder)
     except UserError as error:
         for page in (lambda: stage.write_run_page(folder, folder / "page.html"), lambda: run_page(folders, run_id)):
-            with pytest.raises(UserError, match=f"^{re.escape(str(error))}$"):
-                page()
+            refused(f"^{re.escape(str(error))}$", page)
         assert "remove that line" in runs_page(folders)
         return
     stage.render(report)
@@ -84,8 +84,7 @@ def test_every_page_shows_a_log_with_an_odd_number(tmp_path: Path, value: Any) -
 @pytest.mark.parametrize("group", [{"value": "x"}, {"value": [1]}, 3, "x"], ids=repr)
 def test_a_measurement_that_is_not_numbers_is_named(tmp_path: Path, group: Any) -> None:
     write(tmp_path, [{"event": "metrics", "time": 1.8e9, "step": 1, "set": "a", "weights": "b", "kid": group}])
-    with pytest.raises(UserError, match="line 1: kid is not a table of numbers; remove that line"):
-        stage.run(tmp_path)
+    refused("line 1: kid is not a table of numbers; remove that line", stage.run, tmp_path)
 
 
 def test_huge_values_and_steps_that_are_not_whole_are_handled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,5 +98,4 @@ def test_huge_values_and_steps_that_are_not_whole_are_handled(tmp_path: Path, mo
     monkeypatch.setattr("sd3_light.report.run_log.MOST_PARSED", 1)
     common = {"event": "step", "time": 1.8e9}
     write(tmp_path, [{**common, "step": step, "loss": 0.5, "grad_norm": 0.5, "lr": 1} for step in (1, 2, 2.5, 3)])
-    with pytest.raises(UserError, match="line 3: step is not a whole number"):
-        stage.run(tmp_path)
+    refused("line 3: step is not a whole number", stage.run, tmp_path)

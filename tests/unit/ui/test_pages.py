@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from PIL import Image
 
 from sd3_light.checkpoint.lock import is_locked, locked_folder
-from sd3_light.config.faults import UserError
 from sd3_light.report import run_log
 from sd3_light.sample.png import save_png
 from sd3_light.ui import folders as folders_module
@@ -24,6 +24,7 @@ from sd3_light.ui.folders import Folders, folder_id
 from sd3_light.ui.playground import Playground
 from sd3_light.ui.run_pages import compare_page, comparison_charts, run_page, run_row, runs_page
 from sd3_light.ui.sample_pages import sample_image, samples_page
+from tests.refusals import refused
 from tests.unit.pages.parsed_page import ParsedPage
 from tests.unit.ui.conftest import PROMPTS, SEEDS, write_grid, write_run
 
@@ -108,14 +109,8 @@ def test_a_damaged_or_lost_run_does_not_hide_the_others(runs: Path, monkeypatch:
 
 
 def test_only_the_new_lines_of_a_log_are_read(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers: list[int] = []
-    parse = run_log.parse_event
-
-    def counting(path: Path, number: int, line: bytes) -> dict[str, Any]:
-        numbers.append(number)
-        return parse(path, number, line)
-
-    monkeypatch.setattr(run_log, "parse_event", counting)
+    parse = Mock(wraps=run_log.parse_event)
+    monkeypatch.setattr(run_log, "parse_event", parse)
     folders, log = Folders([runs]), runs / "first" / "log.jsonl"
     run_page(folders, folder_id(runs / "first"))
     for step in (41, 42):
@@ -123,9 +118,9 @@ def test_only_the_new_lines_of_a_log_are_read(runs: Path, monkeypatch: pytest.Mo
         record = {"event": "step", "step": step, "samples": 4 * step, "loss": 0.5, "time": 1.8e9 + step}
         with log.open("a") as file:
             file.write(json.dumps(record) + "\n")
-        numbers.clear()
+        parse.reset_mock()
         run_page(folders, folder_id(runs / "first"))
-        assert set(numbers) == {num_lines + 1}
+        assert {call.args[1] for call in parse.call_args_list} == {num_lines + 1}
         assert f"at step {step}" in ParsedPage(runs_page(folders)).text
     folders = Folders([runs])
     report = folders.report(runs / "first")
@@ -166,12 +161,9 @@ def test_a_run_has_the_sections_of_its_report_and_links_instead_of_data(runs: Pa
     assert "connect-src 'self'" in page.policy
     folders = Folders([runs])
     for page in (compare_page, samples_page):
-        with pytest.raises(UserError, match="no run is chosen"):
-            page(folders, [])
-        with pytest.raises(UserError, match="no run nothing"):
-            page(folders, ["nothing"])
-    with pytest.raises(UserError, match="unknown order 'y'; use one of newest, name"):
-        runs_page(folders, "", "y")
+        refused("no run is chosen", page, folders, [])
+        refused("no run nothing", page, folders, ["nothing"])
+    refused("unknown order 'y'; use one of newest, name", runs_page, folders, "", "y")
 
 
 def test_runs_are_compared_line_by_line(runs: Path) -> None:
@@ -247,10 +239,8 @@ def test_grids_without_places_are_noted(tmp_path: Path) -> None:
 def test_only_grids_inside_the_run_are_served(runs: Path) -> None:
     Image.new("RGB", (4, 4)).save(runs / "secret.png")
     for file in ("../secret.png", "/etc/passwd", "log.jsonl", "", "samples/none.png", "samples"):
-        with pytest.raises(UserError):
-            sample_image(runs / "first", file, None)
+        refused("", sample_image, runs / "first", file, None)
     for number, cells in enumerate(("[[0, 0, 9999, 9999]]", "[[0, 0, -1, 5]]", '["a"]', "[[[]]]", "{}", "[" * 500)):
         facts = {"prompts": ["a"], "seeds": [0], "cells": cells}
         save_png(Image.new("RGB", (8, 8)), runs / "first" / f"{number}.png", facts)
-        with pytest.raises(UserError, match="no image 0"):
-            sample_image(runs / "first", f"{number}.png", 0)
+        refused("no image 0", sample_image, runs / "first", f"{number}.png", 0)

@@ -6,13 +6,13 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from sd3_light.assets import DEMO
 from sd3_light.check.verb import load
 from sd3_light.config import ConfigFaults, load_config, resolved_toml
-from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
 from sd3_light.new import verb as new
 from sd3_light.ui.config_form import form_groups
@@ -21,6 +21,7 @@ from sd3_light.ui.project_pages import review_text
 from sd3_light.ui.projects import Planner, Projects
 from sd3_light.ui.run_queue import RunQueue
 from tests.project import Project
+from tests.refusals import refused
 from tests.special_files import SPECIAL
 from tests.unit.ui.client import TestClient, client_of, make_app, site_of
 from tests.waiting import wait_until
@@ -30,7 +31,6 @@ JSON = {"content-type": "application/json"}
 
 @pytest.fixture
 def served(tmp_path: Path, raw_project: Project) -> Path:
-    """A folder with a project, and images."""
     folder = tmp_path / "served"
     shutil.copytree(raw_project.folder, folder, symlinks=True)
     return folder
@@ -57,11 +57,8 @@ def test_configs_are_found_and_other_files_are_not(served: Path, tmp_path: Path)
     for kind in ("pipe", "device", "socket", "loop"):
         SPECIAL[kind](served / f"{kind}.toml")
     listed = Projects(Folders([served])).listed.get()
-    assert {path.name: kind for path, kind in listed.configs.items()} == {
-        "broken.toml": "train",
-        "data.toml": "dataset",
-        "train.toml": "train",
-    }
+    kinds = {path.name: kind for path, kind in listed.configs.items()}
+    assert kinds == {"broken.toml": "train", "data.toml": "dataset", "train.toml": "train"}
     assert served / "images" in listed.images
     page = opened(served).get("/projects").text
     assert f'href="{path_of(served / "train.toml")}"' in page
@@ -107,14 +104,13 @@ def test_a_value_of_the_form_changes_its_line_alone(served: Path) -> None:
     answer = client.post(f"{path_of(config)}/value", json={"text": text, "key": "max_steps", "value": "9"}).json()
     assert answer["text"] == text.replace("max_steps = 4", "max_steps = 9")
     assert 'name="max_steps" value="9"' in answer["form"]
-    refused = client.post(f"{path_of(config)}/value", json={"text": text, "key": "max_steps", "value": "[9"})
-    assert (refused.status_code, "not TOML" in refused.json()["error"]) == (400, True)
+    reply = client.post(f"{path_of(config)}/value", json={"text": text, "key": "max_steps", "value": "[9"})
+    assert (reply.status_code, "not TOML" in reply.json()["error"]) == (400, True)
     assert config.read_text() != answer["text"], "nothing is written"
     values = {"text": "a = 1\n", "key": ".".join("b" * 5000), "value": "1"}
     reply = opened(served).post(f"{path_of(served / 'train.toml')}/value", json=values)
     assert reply.status_code == 400
-    with pytest.raises(UserError, match="there is no config none"):
-        review_text(Projects(Folders([served])), "none", "")
+    refused("there is no config none", review_text, Projects(Folders([served])), "none", "")
 
 
 def test_saving_keeps_comments_and_refuses_what_changed(served: Path) -> None:
@@ -173,9 +169,6 @@ def test_every_key_of_the_schema_has_a_field() -> None:
     assert (fields["directory[0].path"].value, fields["directory[1].path"].value) == ("a", '"true"')
 
 
-# --- plans --------------------------------------------------------------------------------------------
-
-
 def planned(client: TestClient, served: Path, **form: str) -> tuple[str, str]:
     """Plan a project; return the address of the plan and its page."""
     values = {"kind": "lora", "data": str(served / "images"), "model": str(DEMO), "out": str(served / "new"), **form}
@@ -221,8 +214,7 @@ def test_a_plan_is_shown_before_the_files_of_new_are_written(served: Path, tmp_p
 )
 def test_a_form_that_is_not_valid_is_refused(served: Path, form: dict[str, str], problem: str) -> None:
     values = {"kind": "lora", "data": "images", "out": str(served / "new"), **form}
-    with pytest.raises(UserError, match=problem):
-        Planner(Folders([served]), lambda: None).submit(values)
+    refused(problem, Planner(Folders([served]), lambda: None).submit, values)
 
 
 @pytest.mark.parametrize(
@@ -238,14 +230,8 @@ def test_a_plan_that_fails_says_why(served: Path, form: dict[str, str], problem:
 
 
 def test_a_crash_of_a_plan_is_shown(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def crash(*_: object) -> None:
-        raise ZeroDivisionError("x")
-
-    monkeypatch.setattr("sd3_light.ui.projects._fill", crash)
+    monkeypatch.setattr("sd3_light.ui.projects._fill", Mock(side_effect=ZeroDivisionError("x")))
     assert "ZeroDivisionError; this is a bug in sd3-light" in planned(opened(served), served)[1]
-
-
-# --- a run whose config has changed ---------------------------------------------------------------------
 
 
 def test_a_changed_config_says_what_applies_on_resume(project: Project) -> None:

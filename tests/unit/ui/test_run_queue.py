@@ -13,7 +13,6 @@ import pytest
 
 from sd3_light.checkpoint.lock import is_locked
 from sd3_light.checkpoint.requests import SAVE_QUIT
-from sd3_light.config.faults import UserError
 from sd3_light.runlog import CONSOLE
 from sd3_light.system import process_start, state_folder
 from sd3_light.ui import job_process, run_queue, user_state
@@ -23,6 +22,7 @@ from sd3_light.ui.job_process import ProcessIdentity, find_process
 from sd3_light.ui.queue_pages import queue_page
 from sd3_light.ui.run_queue import CPU, RunQueue, can_resume
 from sd3_light.ui.user_state import locked_state
+from tests.refusals import refused
 from tests.unit.ui.test_pages import held
 from tests.waiting import wait_until
 
@@ -47,7 +47,6 @@ class Machine:
         self.program.chmod(0o755)
 
     def config(self, name: str = "a") -> Path:
-        """Write the config of a run."""
         (self.served / "data.toml").write_text('resolutions = [64]\n[[directory]]\npath = "images"\n')
         model = '[model]\ndiffusers_path = "no_model"\ntrain_type = "sd3_light_pretrain"\nsize = "tiny2"\n'
         path = self.served / f"{name}.toml"
@@ -56,7 +55,6 @@ class Machine:
         return path
 
     def run(self, name: str = "a") -> Path:
-        """Return the run folder of a config."""
         return self.served / f"run-{name}"
 
     def queue(self, slots: tuple[str, ...] = (CPU,)) -> RunQueue:
@@ -64,7 +62,6 @@ class Machine:
         return RunQueue(self.state, [self.served], lambda: list(slots))
 
     def started(self) -> tuple[RunQueue, Job]:
-        """Return a queue whose only run was started, and its job."""
         queue = self.queue()
         queue.add(self.config())
         (job,) = queue.jobs()
@@ -76,7 +73,6 @@ class Machine:
         (self.folder / "go.new").rename(self.folder / "go")
 
     def commands(self) -> list[str]:
-        """Return the arguments of all programs that were started."""
         path = self.folder / "commands"
         return path.read_text().splitlines() if path.exists() else []
 
@@ -151,10 +147,8 @@ def test_a_waiting_run_is_stopped_and_queued_again(machine: Machine) -> None:
     assert queue.job(second.id).state == STOPPED
     again = queue.requeue(second.id, "start")
     assert queue.job(again.id).state == WAITING
-    with pytest.raises(UserError, match="has not ended; stop it first"):
-        queue.requeue(again.id, "start")
-    with pytest.raises(UserError, match="has not ended; stop it first"):
-        queue.remove(again.id)
+    refused("has not ended; stop it first", queue.requeue, again.id, "start")
+    refused("has not ended; stop it first", queue.remove, again.id)
     queue.remove(second.id)
     assert [job.state for job in queue.jobs()] == [RUNNING, WAITING]
     assert len(machine.commands()) <= 1
@@ -170,34 +164,24 @@ def test_modes_are_options_of_train(machine: Machine, mode: str, option: list[st
 
 def test_what_cannot_be_added_is_refused(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     queue, config = machine.queue(), machine.config()
-    with pytest.raises(UserError, match="does not exist"):
-        queue.add(tmp_path / "none.toml")
-    with pytest.raises(UserError, match="unknown mode 'now'"):
-        queue.add(config, "now")
-    with pytest.raises(UserError, match="the run was copied or moved"):
-        queue.add(config, "resume", machine.served / "copied")
+    refused("does not exist", queue.add, tmp_path / "none.toml")
+    refused("unknown mode 'now'", queue.add, config, "now")
+    refused("the run was copied or moved", queue.add, config, "resume", machine.served / "copied")
     (machine.served / "faulty.toml").write_text("max_stepz = 1\n")
-    with pytest.raises(UserError, match="max_stepz"):
-        queue.add(machine.served / "faulty.toml")
+    refused("max_stepz", queue.add, machine.served / "faulty.toml")
     outside = machine.served / "outside.toml"
     outside.write_text(config.read_text().replace('"run-a"', f'"{tmp_path / "elsewhere"}"'))
-    with pytest.raises(UserError, match="is not below a served folder"):
-        queue.add(outside)
+    refused("is not below a served folder", queue.add, outside)
     (machine.served / "run-b").symlink_to(tmp_path)
-    with pytest.raises(UserError, match="is a link, or is reached through one"):
-        queue.add(machine.config("b"))
+    refused("is a link, or is reached through one", queue.add, machine.config("b"))
     assert queue.jobs() == []
     queue.add(config)
-    with pytest.raises(UserError, match="a process trains in"):
-        queue.add(config)
+    refused("a process trains in", queue.add, config)
     queue.add(machine.config("c"))
-    with pytest.raises(UserError, match="is in the queue already"):
-        queue.add(machine.config("c"))
-    with pytest.raises(UserError, match="there is no run none in the queue"):
-        queue.job("none")
+    refused("is in the queue already", queue.add, machine.config("c"))
+    refused("there is no run none in the queue", queue.job, "none")
     monkeypatch.setattr(run_queue, "MOST_WAITING", 1)
-    with pytest.raises(UserError, match="1 runs wait already"):
-        queue.add(machine.config("d"))
+    refused("1 runs wait already", queue.add, machine.config("d"))
 
 
 def test_a_config_that_changed_while_it_waited_is_checked_again(machine: Machine) -> None:
@@ -357,8 +341,7 @@ def test_the_lock_of_a_killed_server_blocks_no_other(machine: Machine, monkeypat
     try:
         holder.stdout.readline()
         monkeypatch.setattr(user_state, "_LOCK_SECONDS", 0.1)
-        with pytest.raises(UserError, match="another program has locked"):
-            machine.queue().add(machine.config())
+        refused("another program has locked", machine.queue().add, machine.config())
     finally:
         holder.kill()
         holder.wait()
@@ -385,8 +368,7 @@ def test_a_damaged_queue_starts_nothing_and_stays(machine: Machine, damage: Call
     later = machine.queue()
     later.advance()
     assert "cannot be read" in later.problem
-    with pytest.raises(UserError, match="Move it away"):
-        later.add(machine.config("b"))
+    refused("Move it away", later.add, machine.config("b"))
     assert queue.file.read_text() == text
     assert machine.commands() == []
     assert later.job_of(machine.run()) is None
@@ -414,10 +396,8 @@ def test_a_queue_in_a_served_folder_starts_nothing(machine: Machine, monkeypatch
 def test_a_state_folder_that_others_can_write_to_is_refused(machine: Machine, mode: int) -> None:
     machine.started()
     machine.state.chmod(mode)
-    with pytest.raises(UserError, match="others can write to it"):
-        machine.queue().add(machine.config("b"))
-    with pytest.raises(UserError, match="others can write to it"):
-        machine.queue().jobs()
+    refused("others can write to it", machine.queue().add, machine.config("b"))
+    refused("others can write to it", machine.queue().jobs)
     machine.state.chmod(0o700)
 
 
@@ -426,11 +406,9 @@ def test_a_request_to_stop_and_the_console_follow_no_link(machine: Machine, tmp_
     with held(run):
         assert is_locked(run)
         (run / SAVE_QUIT).symlink_to(tmp_path / "victim")
-        with pytest.raises(UserError, match="is a link"):
-            machine.queue().stop(run)
+        refused("is a link", machine.queue().stop, run)
         assert not (tmp_path / "victim").exists()
-    with pytest.raises(UserError, match="it has ended already"):
-        machine.queue().stop(run)
+    refused("it has ended already", machine.queue().stop, run)
     (machine.run() / SAVE_QUIT).unlink()
     (machine.run() / SAVE_QUIT).touch()
     (machine.run() / CONSOLE).symlink_to(tmp_path / "private")
@@ -460,9 +438,7 @@ def test_the_gpus_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_queue.machine_slots() == ["3", "GPU-1"]
 
 
-def test_the_thread_starts_what_waits_without_the_token_and_ends(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_thread_starts_what_waits_without_token_and_ends(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SD3_LIGHT_UI_TOKEN", "secret")
     machine.program.write_text(f'#!/bin/sh\necho "[$SD3_LIGHT_UI_TOKEN]" > "{machine.folder}/commands"\n')
     machine.queue(()).add(machine.config())

@@ -7,12 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from sd3_light.config.faults import UserError
 from sd3_light.ui import served_files, user_state
 from sd3_light.ui.served_files import LARGEST_TEXT, ServedFiles
+from tests.refusals import refused
 from tests.special_files import SPECIAL
 
 
@@ -45,27 +47,19 @@ def test_a_file_that_changed_since_it_was_read_is_not_written(root: Path) -> Non
     path = root / "a.toml"
     _, version = ServedFiles([root]).read_config(path)
     ServedFiles([root]).save_config(path, "another tab\n", version)
-    with pytest.raises(UserError, match="has changed since the page read it"):
-        ServedFiles([root]).save_config(path, "this tab\n", version)
+    refused("has changed since the page read it", ServedFiles([root]).save_config, path, "this tab\n", version)
     path.write_text("an editor\n")
-    with pytest.raises(UserError, match="nothing was written"):
-        ServedFiles([root]).save_config(path, "this tab\n", version)
+    refused("nothing was written", ServedFiles([root]).save_config, path, "this tab\n", version)
     assert path.read_text() == "an editor\n"
     path.unlink()
-    with pytest.raises(UserError, match="does not exist any more"):
-        ServedFiles([root]).save_config(path, "this tab\n", version)
+    refused("does not exist any more", ServedFiles([root]).save_config, path, "this tab\n", version)
 
 
 def test_a_failed_write_leaves_the_file(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = root / "a.toml"
     _, version = ServedFiles([root]).read_config(path)
-
-    def full(handle: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(served_files.os, "fsync", full)
-    with pytest.raises(UserError, match="No space left"):
-        ServedFiles([root]).save_config(path, "b\n", version)
+    monkeypatch.setattr(served_files.os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
+    refused("No space left", ServedFiles([root]).save_config, path, "b\n", version)
     assert path.read_text() == "a = 1\n"
     assert len(list(root.iterdir())) == 2, "no temporary file stays"
 
@@ -78,8 +72,7 @@ def test_what_is_outside_is_refused(root: Path, tmp_path: Path) -> None:
             lambda path=path: ServedFiles([root]).create(path, b"x"),
             lambda path=path: ServedFiles([root]).require(path),
         ):
-            with pytest.raises(UserError, match=r"not below a served folder|NUL"):
-                call()
+            refused(r"not below a served folder|NUL", call)
     assert (tmp_path / "outside.toml").read_text() == "secret\n"
 
 
@@ -91,18 +84,13 @@ def test_no_link_is_followed(root: Path, tmp_path: Path, link: str) -> None:
     else:
         (root / "linked").symlink_to(tmp_path)
         path = root / "linked" / "outside.toml"
-    with pytest.raises(UserError, match="is a link"):
-        ServedFiles([root]).read_config(path)
-    with pytest.raises(UserError, match="is a link"):
-        ServedFiles([root]).save_config(path, "x", served_files._version(b"secret\n"))
-    with pytest.raises(UserError, match="is a link"):
-        ServedFiles([root]).replace(path, b"secret\n", b"x")
-    with pytest.raises(UserError, match=r"is a link|exists"):
-        ServedFiles([root]).create(path, b"x")
+    refused("is a link", ServedFiles([root]).read_config, path)
+    refused("is a link", ServedFiles([root]).save_config, path, "x", served_files._version(b"secret\n"))
+    refused("is a link", ServedFiles([root]).replace, path, b"secret\n", b"x")
+    refused(r"is a link|exists", ServedFiles([root]).create, path, b"x")
     with pytest.raises(UserError, match="is a link"):
         ServedFiles([root]).create(path.parent / "linked" / "new.toml" if link == "folder" else path / "new.toml", b"x")
-    with pytest.raises(UserError, match="is a link"):
-        ServedFiles([root]).require(path)
+    refused("is a link", ServedFiles([root]).require, path)
     assert (tmp_path / "outside.toml").read_text() == "secret\n"
     assert not (tmp_path / "new.toml").exists()
 
@@ -111,14 +99,12 @@ def test_no_link_is_followed(root: Path, tmp_path: Path, link: str) -> None:
 def test_special_files_are_not_read(root: Path, kind: str) -> None:
     path = root / "special.toml"
     SPECIAL[kind](path)
-    with pytest.raises(UserError, match=r"is not a regular file|is a link|is larger"):
-        ServedFiles([root]).read_config(path)
+    refused(r"is not a regular file|is a link|is larger", ServedFiles([root]).read_config, path)
 
 
 def test_other_encodings_and_long_texts_are_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (root / "a.toml").write_bytes(b"\xff")
-    with pytest.raises(UserError, match="is not UTF-8 text: byte 0"):
-        ServedFiles([root]).read_config(root / "a.toml")
+    refused("is not UTF-8 text: byte 0", ServedFiles([root]).read_config, root / "a.toml")
     (root / "a.toml").write_text("")
     version = ServedFiles([root]).read_config(root / "a.toml")[1]
     with pytest.raises(UserError, match="would be larger than 256 KiB"):
@@ -126,16 +112,14 @@ def test_other_encodings_and_long_texts_are_refused(root: Path, monkeypatch: pyt
     monkeypatch.setattr(user_state, "_LOCK_SECONDS", 0.1)
     with handle_of(root) as folder:
         fcntl.flock(folder, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match="has locked"):
-            ServedFiles([root]).replace(root / "a.toml", b"", b"a")
+        refused("has locked", ServedFiles([root]).replace, root / "a.toml", b"", b"a")
     ServedFiles([root]).replace(root / "a.toml", b"", b"a")
 
 
 def test_a_new_file_replaces_nothing(root: Path) -> None:
     ServedFiles([root]).create(root / "new" / "deep" / "b.toml", b"b\n")
     assert (root / "new" / "deep" / "b.toml").read_text() == "b\n"
-    with pytest.raises(UserError, match="exists; choose another folder"):
-        ServedFiles([root]).create(root / "a.toml", b"b\n")
+    refused("exists; choose another folder", ServedFiles([root]).create, root / "a.toml", b"b\n")
     assert (root / "a.toml").read_text() == "a = 1\n"
 
     def create(number: int) -> bool:
@@ -162,8 +146,7 @@ def test_a_file_that_changes_during_the_write_is_kept(tmp_path: Path, monkeypatc
         fsync(handle)
 
     monkeypatch.setattr(os, "fsync", change)
-    with pytest.raises(UserError, match="has changed since the page read it"):
-        ServedFiles([tmp_path]).replace(path, b"old", b"mine")
+    refused("has changed since the page read it", ServedFiles([tmp_path]).replace, path, b"old", b"mine")
     assert calls
     assert path.read_bytes() == b"theirs"
     assert [each.name for each in tmp_path.iterdir()] == ["a.txt"]
@@ -182,14 +165,11 @@ def test_paths_that_name_no_file_below_a_root_are_refused(root: Path, tmp_path: 
         lambda: files.touch(root / name),
         lambda: files.remove(root / name, b"x"),
     ):
-        with pytest.raises(UserError):
-            call()
+        refused("", call)
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_folder_that_becomes_a_link_before_its_file_is_written_is_not_followed(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_turned_link_is_not_followed(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, outside = root / "inner" / "a.toml", tmp_path / "outside"
     path.write_text("a\n")
     outside.mkdir()
@@ -214,21 +194,18 @@ def test_links_and_touched_files_are_kept(root: Path, tmp_path: Path) -> None:
     files.touch(root / "a.toml")
     assert (root / "a.toml").read_text() == "a = 1\n"
     (root / "link").symlink_to(tmp_path / "new")
-    with pytest.raises(UserError, match="is a link"):
-        files.touch(root / "link")
+    refused("is a link", files.touch, root / "link")
     assert not (tmp_path / "new").exists()
     (root / "folder").symlink_to(tmp_path)
     assert "is reached through one" in ServedFiles([root]).problem(root / "folder/outside.toml")
     assert "is not below a served folder" in ServedFiles([root]).problem(tmp_path / "outside.toml")
     os.mkfifo(root / "pipe.toml")
-    with pytest.raises(UserError):
-        ServedFiles([root]).replace(root / "pipe.toml", b"", b"new")
+    refused("", ServedFiles([root]).replace, root / "pipe.toml", b"", b"new")
     (tmp_path / "named").symlink_to(root)  # the user named the link
     ServedFiles([tmp_path / "named"]).replace(tmp_path / "named/a.toml", b"a = 1\n", b"new")
     assert (root / "a.toml").read_bytes() == b"new"
     (root / "alias").symlink_to(tmp_path)
-    with pytest.raises(UserError, match="serve its folder"):
-        ServedFiles([root]).read(root / "alias" / "outside.toml")
+    refused("serve its folder", ServedFiles([root]).read, root / "alias" / "outside.toml")
     assert ServedFiles([root, root / "alias"]).read(root / "alias" / "outside.toml") == b"secret\n"
 
 

@@ -26,6 +26,7 @@ from sd3_light.ui import connections
 from sd3_light.ui import playground as playground_module
 from sd3_light.ui.folders import folder_id
 from sd3_light.ui.server import make_server, serve
+from tests.refusals import refused
 from tests.unit.ui.client import HERE, TestClient, client_of, make_app, site_of
 from tests.unit.ui.conftest import write_run
 from tests.unit.ui.test_pages import held
@@ -106,9 +107,8 @@ def test_with_a_token_every_request_needs_it(runs: Path) -> None:
     assert "samesite=strict" in cookie
     assert client.get("/").status_code == 200  # the client keeps the cookie
     clients = [client_of(site_of(runs), token, f"http://127.0.0.1:{port}") for port, token in ((1, "a"), (2, "b"))]
-    cookies = [
-        client.get(f"/?token={token}").headers["set-cookie"] for client, token in zip(clients, "ab", strict=True)
-    ]
+    pairs = zip(clients, "ab", strict=True)
+    cookies = [client.get(f"/?token={token}").headers["set-cookie"] for client, token in pairs]
     jar = "; ".join(cookie.partition(";")[0] for cookie in cookies)
     for client in clients:
         client.cookies.clear()
@@ -148,8 +148,7 @@ def test_names_that_are_not_utf8_and_faulty_configs_are_shown_in_errors(tmp_path
 def test_a_port_in_use_and_a_token_that_no_cookie_can_hold_are_refused(runs: Path) -> None:
     site = site_of(runs)
     for token in ("密码", "a\nb"):
-        with pytest.raises(UserError, match="--token: use printable ASCII characters"):
-            serve(site, "127.0.0.1", 0, token, pytest.fail)
+        refused("--token: use printable ASCII characters", serve, site, "127.0.0.1", 0, token, pytest.fail)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{port}: .*; choose another --port"):
@@ -168,7 +167,6 @@ def test_stop_asks_a_running_run_to_save_and_quit(client: TestClient, runs: Path
 
 @pytest.fixture
 def failing(tmp_path: Path) -> Path:
-    """A valid config of a run."""
     (tmp_path / "data.toml").write_text('resolutions = [64]\n[[directory]]\npath = "no_images"\n')
     model = '[model]\ndiffusers_path = "no_model"\ntrain_type = "sd3_light_pretrain"\nsize = "tiny2"\n'
     config = tmp_path / "train.toml"
@@ -245,7 +243,6 @@ def test_a_run_as_model_is_loaded_again_after_a_new_export(tmp_path: Path, monke
 
 
 def write_lora_keys(path: Path, keys: list[str]) -> Path:
-    """Write a safetensors file with small tensors of these names."""
     save_file({key: torch.zeros(1) for key in keys}, path)
     return path
 
@@ -363,7 +360,6 @@ def wait_for(client: TestClient, drawing: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two names of the demo's model."""
     other = tmp_path_factory.mktemp("models") / "other"
     other.symlink_to(DEMO)
     return [DEMO, other]
@@ -504,9 +500,6 @@ def test_a_body_that_is_not_valid_is_refused(painter: TestClient, body: bytes) -
     assert reply.json()["error"]
 
 
-# --- slow and foreign clients ----------------------------------------------------------------------
-
-
 @pytest.fixture
 def address(runs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
     """Host and port of a running server that waits half a second for requests."""
@@ -580,9 +573,6 @@ def test_other_websites_can_link_to_pages_and_load_nothing(client: TestClient, r
         assert client.get("/data/any-id/inspect", headers=headers).status_code == 404, "the guard lets it pass"
 
 
-# --- finer curves -------------------------------------------------------------------------------------
-
-
 def test_curves_lists_and_numbers_are_those_of_the_query(client: TestClient, runs: Path) -> None:
     path = f"/runs/{folder_id(runs / 'first')}"
     query = "/curves?from=3&to=5&name=loss&name=lr&name=<b>"
@@ -613,9 +603,6 @@ def test_finer_curves_between_no_steps_are_refused(client: TestClient, runs: Pat
         assert reply.status_code == 404, steps
         assert "is not a step; use a number" in reply.text
         assert "<b>&" not in reply.text
-
-
-# --- the queue and read-only servers ------------------------------------------------------------------
 
 
 def test_the_queue_shows_what_runs_waits_and_has_ended(failing: Path, fake_python: Script) -> None:

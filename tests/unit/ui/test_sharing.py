@@ -18,7 +18,6 @@ from tests.waiting import wait_until
 
 @pytest.fixture
 def export(tmp_path: Path) -> Path:
-    """The export of a run."""
     write_run(tmp_path / "run", steps=1)
     folder = tmp_path / "run" / "exports" / "step-00000001"
     for name, data in FILES.items():
@@ -34,7 +33,6 @@ def client(export: Path) -> TestClient:
 
 
 def planned(client: TestClient, export: Path, **fields: str) -> str:
-    """Plan an upload and return the address of its page when it is planned."""
     reply = client.post("/share/plans", data={"export": folder_id(export), "repo": "me/model", **fields})
     assert reply.status_code == 303, reply.text
     page = reply.headers["location"]

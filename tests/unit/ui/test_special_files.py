@@ -5,8 +5,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -57,9 +57,7 @@ def test_every_page_answers_beside_special_files(runs: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "socket", "loop", "link"])
-def test_the_console_of_a_started_run_replaces_special_files(
-    tmp_path: Path, fake_python: Callable[[str], None], kind: str
-) -> None:
+def test_the_console_of_a_started_run_replaces_special_files(tmp_path: Path, fake_python: Any, kind: str) -> None:
     """A link to another file is replaced, and that file stays as it is."""
     other, console = tmp_path / "other", tmp_path / "run" / "console.txt"
     other.write_text("not for training\n")

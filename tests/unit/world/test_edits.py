@@ -11,6 +11,7 @@ from PIL import Image
 from sd3_light.world.edits import AFTER, BEFORE, EDIT_KINDS, Edit, Layout, draw_edits, judge_edit, write_edits
 from sd3_light.world.scene import HELD_OUT_PAIRS, Item
 
+Objects = dict[tuple[int, int], Item | None]
 SIDES = [64, 96]
 RED = Item("circle", "red", "small")
 BLUE = Item("star", "blue", "large")
@@ -38,9 +39,8 @@ def test_an_edit_is_right_after_it_and_only_kept_before_it(held_out: bool, side:
 
 def test_edits_differ_and_show_held_out_pairs_only_where_they_may() -> None:
     edits = draw_edits(240, 3, held_out=False)
-    others = [
-        judge_edit(other.after.render(64), edit) for edit, other in zip(edits, edits[1:] + edits[:1], strict=True)
-    ]
+    shifted = zip(edits, edits[1:] + edits[:1], strict=True)
+    others = [judge_edit(other.after.render(64), edit) for edit, other in shifted]
     assert sum(verdict.all for verdict in others) == 0
     assert sum(verdict.kept for verdict in others) < 5
     for edit in draw_edits(300, 1, held_out=False):
@@ -82,20 +82,14 @@ def both(kind: str, after: tuple[tuple[tuple[int, int], Item], ...]) -> Edit:
         ("add", {(1, 0): RED}, {(1, 0): RED, (0, 1): BLUE}, True, False),
     ],
 )  # fmt: skip
-def test_what_changes_and_what_is_kept_are_judged_apart(
-    kind: str,
-    after: dict[tuple[int, int], Item | None],
-    shown: dict[tuple[int, int], Item | None],
-    changed: bool,
-    kept: bool,
-) -> None:
+def test_what_changes_and_what_is_kept(kind: str, after: Objects, shown: Objects, changed: bool, kept: bool) -> None:
     edit = both(kind, ())
     edit = replace(edit, after=_with(edit.before, after))
     verdict = judge_edit(_with(edit.before, shown).render(64), edit)
     assert (verdict.changed, verdict.kept) == (changed, kept)
 
 
-def _with(layout: Layout, objects: dict[tuple[int, int], Item | None]) -> Layout:
+def _with(layout: Layout, objects: Objects) -> Layout:
     for place, item in objects.items():
         layout = layout.with_object(place, item)
     return layout

@@ -6,16 +6,8 @@ import numpy as np
 import pytest
 
 from sd3_light.world import draw_scene
-from sd3_light.world.scene import (
-    COLOURS,
-    HELD_OUT_PAIRS,
-    SCENE_KINDS,
-    SHAPES,
-    Item,
-    Scene,
-    canonical_scene,
-    is_held_out,
-)
+from sd3_light.world import scene as module
+from sd3_light.world.scene import COLOURS, HELD_OUT_PAIRS, SCENE_KINDS, SHAPES, Item, Scene, canonical_scene
 
 
 def test_scenes_are_consistent_and_cover_all_words() -> None:
@@ -51,4 +43,4 @@ def test_scenes_are_consistent_and_cover_all_words() -> None:
 def test_a_drawn_scene_follows_the_held_out_rule(kind: str, held_out: bool) -> None:
     rng = np.random.default_rng(0)
     scenes = [draw_scene(rng, held_out, kind) for _ in range(500)]
-    assert all(scene.kind == kind and is_held_out(scene) == held_out for scene in scenes)
+    assert all(scene.kind == kind and module.is_held_out(scene) == held_out for scene in scenes)
