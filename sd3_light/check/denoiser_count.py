@@ -4,8 +4,9 @@ Blocks of equal shapes cost the same, so that few of each kind are run. Attentio
 it saves its inputs and its result, and no scores.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -21,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from sd3_light.core.batch import Batch
 from sd3_light.core.cost import BlockBytes
-from sd3_light.core.model import block_parents, is_block_list
+from sd3_light.core.model import block_lists, block_parents, is_block_list
 
 Denoise = Callable[[nn.Module, Batch], Tensor]
 """(denoiser, batch) -> velocity, as in training."""
@@ -64,6 +65,32 @@ NOTHING = Counts(0, 0, 0, 0, 0, 0, 0, (BlockBytes(0, 0, 0),))
 """Stands for a pass that cannot be counted."""
 
 
+class LikeAnother(nn.Module):
+    """Stands for a block that costs as much as an earlier one, ``number`` in the order of all blocks."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+def copy_of_few(denoiser: nn.Module, most: int, targets: Collection[str] = ()) -> nn.Module:
+    """Return a copy of a denoiser without weights of its own, in which `LikeAnother` replaces all blocks but ``most``
+    of each kind in each list; blocks of one kind have the same layers among the ``targets``."""
+    modules = dict(denoiser.named_modules())
+    chosen = {id(modules[name]) for name in targets}
+    kinds: dict[Any, list[int]] = {}
+    left_out: dict[int, Any] = {}
+    blocks = [(id(members), block) for members in block_lists(denoiser) for block in members.children()]
+    for number, (members, block) in enumerate(blocks):
+        weights = tuple((key, weight.shape) for key, weight in block.named_parameters())
+        layers = tuple(name for name, layer in block.named_modules() if id(layer) in chosen)
+        alike = kinds.setdefault((members, type(block), weights, layers), [])
+        if len(alike) >= most:
+            left_out[id(block)] = LikeAnother(alike[0])
+        alike.append(number)
+    return deepcopy(denoiser, left_out)
+
+
 def keep_of_each(denoiser: nn.Module, most: int) -> tuple[list[nn.Module], list[int]]:
     """Reduce a denoiser to ``most`` blocks of each kind; return these blocks, and for every block the one like it.
 
@@ -80,6 +107,9 @@ def keep_of_each(denoiser: nn.Module, most: int) -> tuple[list[nn.Module], list[
             continue
         kept = []
         for block in blocks:
+            if isinstance(block, LikeAnother):
+                signatures.append(signatures[block.number])
+                continue
             weights = tuple((key, weight.shape, weight.requires_grad) for key, weight in block.named_parameters())
             signature = (name, type(block), weights)
             alike = known.setdefault(signature, [])
