@@ -2,7 +2,6 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
@@ -10,13 +9,14 @@ from typing import NamedTuple
 from peft.tuners.lycoris_utils import LycorisLayer
 from torch import Tensor, nn
 
-from sd3_light.check.denoiser_count import NOTHING, Counts, FewOfEachBlock
+from sd3_light.check.denoiser_count import NOTHING, Counts, FewOfEachBlock, copy_of_few
 from sd3_light.config import AdapterConfig, TrainConfig
 from sd3_light.core.cost import FLASH_BACKWARD, Compute, Cost, Layout, SampleBytes, Tokens
 from sd3_light.core.model import denoiser_blocks
 from sd3_light.model.adapter_layers import add_adapter
 from sd3_light.model.linears import adapter_weights, match_targets
 from sd3_light.model.loading import kept_in_float32
+from sd3_light.model.lora_layers import target_layers
 from sd3_light.optim.groups import WeightKinds
 
 FLOPS_DTYPE = "bfloat16"
@@ -56,10 +56,13 @@ class DenoiserCost(Cost):
         return self._reduced[adapter]
 
     def _few_blocks(self, adapter: AdapterConfig | None) -> FewOfEachBlock:
-        denoiser = deepcopy(self._denoiser)
         if adapter is None:
-            return FewOfEachBlock(denoiser)
-        add_adapter(denoiser.requires_grad_(False), adapter, seed=0)
+            return FewOfEachBlock(copy_of_few(self._denoiser, 1))
+        targets = target_layers(self._denoiser, adapter.target_modules)
+        denoiser = copy_of_few(self._denoiser, 2, targets)
+        kept = [name for name, _ in denoiser.named_modules() if name in set(targets)]
+        few_targets = adapter.model_copy(update={"target_modules": kept})
+        add_adapter(denoiser.requires_grad_(False), few_targets, seed=0)
         few = FewOfEachBlock(denoiser, most=2)
         for module in few.denoiser.modules():
             if isinstance(module, LycorisLayer):

@@ -4,8 +4,9 @@ Blocks of equal shapes cost the same, so that few of each kind are run. Attentio
 it saves its inputs and its result, and no scores.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -17,11 +18,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from sd3_light.core.batch import Batch
 from sd3_light.core.cost import BlockBytes
-from sd3_light.core.model import block_parents, is_block_list
+from sd3_light.core.model import block_lists, block_parents, is_block_list
 
 Denoise = Callable[[nn.Module, Batch], Tensor]
 """(denoiser, batch) -> velocity, as in training."""
@@ -29,13 +30,24 @@ Denoise = Callable[[nn.Module, Batch], Tensor]
 # CUDA's autocast runs norms in float32, the CPU's does not
 _NORMS = (functional.layer_norm, functional.group_norm, functional.rms_norm)
 _PRODUCTS = ("mm", "addmm", "bmm")
+_BIASED = ("addmm", "baddbmm")  # their first argument is added to the product of the next two
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The products of attention, in all blocks like the counted one: FLOPs grow with ``queries`` times ``keys``."""
+
+    queries: int
+    keys: int
+    flops: int
 
 
 @dataclass(frozen=True)
 class Counts:
     """FLOPs and bytes of one sample; ``blocks`` has an entry per counted block. See `SampleBytes` for the bytes.
 
-    ``input_flops`` are those of the inputs' gradients; ``tensor`` is the largest tensor that a block saves.
+    ``input_flops`` are those of the inputs' gradients, ``attention`` is a part of ``forward_flops``; ``tensor`` is the
+    largest tensor that a block saves.
     """
 
     forward_flops: int
@@ -46,10 +58,37 @@ class Counts:
     after: int
     tensor: int | Fraction
     blocks: tuple[BlockBytes, ...]
+    attention: tuple[Attention, ...] = ()
 
 
 NOTHING = Counts(0, 0, 0, 0, 0, 0, 0, (BlockBytes(0, 0, 0),))
 """Stands for a pass that cannot be counted."""
+
+
+class LikeAnother(nn.Module):
+    """Stands for a block that costs as much as an earlier one, ``number`` in the order of all blocks."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+def copy_of_few(denoiser: nn.Module, most: int, targets: Collection[str] = ()) -> nn.Module:
+    """Return a copy of a denoiser without weights of its own, in which `LikeAnother` replaces all blocks but ``most``
+    of each kind in each list; blocks of one kind have the same layers among the ``targets``."""
+    modules = dict(denoiser.named_modules())
+    chosen = {id(modules[name]) for name in targets}
+    kinds: dict[Any, list[int]] = {}
+    left_out: dict[int, Any] = {}
+    blocks = [(id(members), block) for members in block_lists(denoiser) for block in members.children()]
+    for number, (members, block) in enumerate(blocks):
+        weights = tuple((key, weight.shape) for key, weight in block.named_parameters())
+        layers = tuple(name for name, layer in block.named_modules() if id(layer) in chosen)
+        alike = kinds.setdefault((members, type(block), weights, layers), [])
+        if len(alike) >= most:
+            left_out[id(block)] = LikeAnother(alike[0])
+        alike.append(number)
+    return deepcopy(denoiser, left_out)
 
 
 def keep_of_each(denoiser: nn.Module, most: int) -> tuple[list[nn.Module], list[int]]:
@@ -68,6 +107,9 @@ def keep_of_each(denoiser: nn.Module, most: int) -> tuple[list[nn.Module], list[
             continue
         kept = []
         for block in blocks:
+            if isinstance(block, LikeAnother):
+                signatures.append(signatures[block.number])
+                continue
             weights = tuple((key, weight.shape, weight.requires_grad) for key, weight in block.named_parameters())
             signature = (name, type(block), weights)
             alike = known.setdefault(signature, [])
@@ -94,11 +136,8 @@ class FewOfEachBlock:
         with self._mode:
             denoiser.to_empty(device="cpu")
 
-    def count(self, denoise: Denoise, batch: Batch, dtype: str, backward: bool) -> Counts:
-        """Run the denoiser in ``dtype`` and count, every block as often as the denoiser has it.
-
-        Without the ``backward`` pass the inputs' gradients are unknown, and 0.
-        """
+    def count(self, denoise: Denoise, batch: Batch, dtype: str) -> Counts:
+        """Run the denoiser in ``dtype`` and count, every block as often as the denoiser has it."""
         kind = getattr(torch, dtype)
         is_float32 = kind == torch.float32
         autocast = nullcontext() if is_float32 else torch.autocast("cpu", kind)
@@ -107,37 +146,25 @@ class FewOfEachBlock:
             counter = _Counter(self.denoiser, self.blocks)
             with counter.watching(autocast):
                 output = denoise(self.denoiser, given)
-            # the backward pass of a block has twice the FLOPs of its forward pass
-            missing = 2 * sum(counter.flops) - _backward_flops(output) if backward else 0
-            self.denoiser.zero_grad()
         features = batch.tensors()
         # under autocast the copies in float32 exist beside those that layers save
         cast = [value for value in features if value.dtype in (torch.bfloat16, torch.float16) and not is_float32]
         casts = sum(4 * value.numel() for value in cast)
         target = 4 * output.numel()
+        times = [1, *(self.kinds.count(number) for number in range(len(self.blocks))), 1]
         return Counts(
-            forward_flops=counter.flops[0] + counter.flops[-1] + sum(counter.flops[kind + 1] for kind in self.kinds),
-            input_flops=missing,
+            forward_flops=sum(count * flops for count, flops in zip(times, counter.flops, strict=True)),
+            input_flops=counter.flops_without_gradient(output),
             features=sum(value.nbytes for value in features),
             target=target,
             before=counter.saved[0] + casts,
             after=counter.saved[-1] + 2 * target,
             tensor=counter.largest,
             blocks=counter.block_bytes(),
+            attention=tuple(
+                Attention(queries, keys, times[section] * flops) for section, queries, keys, flops in counter.attention
+            ),
         )
-
-
-def _backward_flops(output: Tensor) -> int:
-    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.convolution_backward: _convolution}) as meter:
-        output.float().sum().backward()
-    return int(meter.get_total_flops())
-
-
-def _convolution(result: list[int], inputs: list[int], weight: list[int], *rest: Any, **_: Any) -> int:
-    """Return the FLOPs of a convolution's gradients; torch's own count takes every group for the whole."""
-    transposed = rest[4]
-    needs_gradient = rest[7]  # of inputs, weight and bias
-    return int(sum(needs_gradient[:2]) * conv_flop_count(inputs, weight, result, transposed=transposed))
 
 
 def _in_float32(value: Tensor) -> Tensor:
@@ -151,15 +178,15 @@ class _Counter(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = [0] * (len(blocks) + 2)
         self.saved = [0] * (len(blocks) + 2)
+        self.attention: list[tuple[int, int, int, int]] = []  # section, queries, keys and FLOPs
         self.largest = 0
         self._inputs = [0] * len(blocks)
         self._products = [0] * len(blocks)
         self._blocks = blocks
         self._section = 0
-        self._meter = FlopCounterMode(display=False)
+        self._results: list[tuple[Tensor, int, int]] = []  # of products: FLOPs, factors that need a gradient
         self._functions = _GpuFunctions(self)
         self._is_paused = False
-        self._counted = 0
         self._known = {_address(weight) for weight in denoiser.parameters()}
         self._alive: list[Tensor] = []  # so that no address is used twice
 
@@ -172,9 +199,8 @@ class _Counter(TorchDispatchMode):
             hooks.append(block.register_forward_hook(lambda *_: self._leave()))
         packing = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
         try:
-            with self._meter, self, self._functions, packing, autocast:
+            with self, self._functions, packing, autocast:
                 yield
-            self._leave()
         finally:
             for hook in hooks:
                 hook.remove()
@@ -184,22 +210,46 @@ class _Counter(TorchDispatchMode):
         sizes = zip(self._inputs, self.saved[1:-1], self._products, strict=True)
         return tuple(BlockBytes(inputs, saved, inputs + products) for inputs, saved, products in sizes)
 
-    def fused(self, function: Callable[[], Tensor]) -> Tensor:
-        """Return the result of an operation whose inner tensors no kernel keeps; it counts as a product."""
+    def flops_without_gradient(self, output: Tensor) -> int:
+        """Return the FLOPs that the backward pass lacks: those of a product's factors that need no gradient, and of
+        products that do not reach the output. The gradient of each factor has the FLOPs of the product."""
+        reached = set()
+        nodes = [output.grad_fn]
+        while nodes:
+            node = nodes.pop()
+            if node is not None and node not in reached:
+                reached.add(node)
+                nodes.extend(before for before, _ in node.next_functions)
+        return sum(flops * (2 - factors * (result.grad_fn in reached)) for result, flops, factors in self._results)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return the result of attention, whose inner tensors no kernel keeps; it counts as a product."""
+        before = self.flops[self._section]
         self._is_paused = True
-        result = function()
+        result: Tensor = _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]
         self._is_paused = False
         self._add_product(result)
+        flops = self.flops[self._section] - before
+        self._results.append((result, flops, 2))
+        self.attention.append((self._section, query.numel() // query.shape[-1], key.shape[-2], flops))
         return result
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        packet = func.overloadpacket
+        name = packet.__name__
         if name == "_to_copy" and _address(args[0]) in self._known:  # autocast's copy of a weight
             self._known.add(_address(result))
             self._alive.append(result)
-        elif name in _PRODUCTS and not self._is_paused:
-            self._add_product(result)
+        elif packet in flop_registry:
+            flops = int(flop_registry[packet](*args, **kwargs, out_val=result))
+            self.flops[self._section] += flops
+            if torch.is_grad_enabled():  # inside of a function with its own gradient, that has twice the FLOPs
+                factors = args[1:3] if name in _BIASED else args[:2]
+                self._results.append((result, flops, sum(factor.requires_grad for factor in factors)))
+            if name in _PRODUCTS and not self._is_paused:
+                self._add_product(result)
         return result
 
     def _add_product(self, result: Tensor) -> None:
@@ -217,9 +267,6 @@ class _Counter(TorchDispatchMode):
 
     def _leave(self) -> None:
         """End a section; between blocks and after them is the last one, unless no block has run yet."""
-        total = self._meter.get_total_flops()
-        self.flops[self._section] += total - self._counted
-        self._counted = total
         self._section = len(self.saved) - 1
 
     def _pack(self, tensor: Tensor) -> Tensor:
@@ -260,11 +307,11 @@ class _GpuFunctions(TorchFunctionMode):
             query = query.to(kind)
             key = key.to(kind)
             value = value.to(kind)
-        return self._counter.fused(lambda: _Attention.apply(query, key, value))  # type: ignore[no-untyped-call]
+        return self._counter.attend(query, key, value)
 
 
 class _Attention(torch.autograd.Function):
-    """The products of attention; the backward pass has twice as many."""
+    """The products of attention."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -273,12 +320,3 @@ class _Attention(torch.autograd.Function):
         result = scores @ value.repeat_interleave(heads, -3)
         ctx.save_for_backward(query, key, value, result)
         return result
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value, _ = ctx.saved_tensors
-        heads = query.shape[-3] // key.shape[-3]
-        for _ in range(2):
-            scores = query @ key.repeat_interleave(heads, -3).transpose(-2, -1)
-            scores @ value.repeat_interleave(heads, -3)
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)

@@ -109,8 +109,8 @@ class TaskCost(DenoiserCost):
             return replace(NOTHING, blocks=NOTHING.blocks * len(self._half_frozen.blocks))
         key = (tokens, dtype)
         if key not in self._counts:
-            every = self._all_trained.count(self._pass, inputs, dtype, backward=True)
-            own = self._half_frozen.count(self._pass, inputs, dtype, backward=False)
+            every = self._all_trained.count(self._pass, inputs, dtype)
+            own = self._half_frozen.count(self._pass, inputs, dtype)
             self._counts[key] = replace(own, forward_flops=every.forward_flops, input_flops=every.input_flops)
         return self._counts[key]
 

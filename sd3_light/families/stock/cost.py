@@ -1,7 +1,7 @@
 """The cost of training a stock denoiser of diffusers, without formulas: its passes are counted.
 
-FLOPs are polynomials of second degree in image and text tokens, bytes of first degree. Six small shapes determine
-them for all, in a few seconds; buckets and captions then cost nothing.
+Bytes grow linearly with image and text tokens, and so do FLOPs, except those of attention: with its queries times its
+keys, which grow linearly. Three small shapes determine them for all; buckets and captions then cost nothing.
 """
 
 import math
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from sd3_light.check.counted_cost import FLOPS_DTYPE, DenoiserCost
+from sd3_light.check.counted_cost import DenoiserCost
 from sd3_light.check.denoiser_count import Counts
 from sd3_light.config import AdapterConfig
 from sd3_light.core.batch import Batch
@@ -30,9 +30,8 @@ if TYPE_CHECKING:
 TEXT = "text"
 """The column of captions whose rows are tokens of the denoiser."""
 _UNIT = 64  # tokens of the smallest shape; some denoisers pad to a multiple of 32
-_GRIDS = {1: (8, 8), 2: (8, 16), 3: (12, 16)}  # units of image tokens -> their rows and columns
-_LINEAR = ((1, 1), (2, 1), (1, 2))  # image and text tokens, in units: they determine what grows linearly
-_SQUARE = ((3, 1), (1, 3), (2, 2))  # with those, what grows as a polynomial of second degree
+_GRIDS = {1: (8, 8), 2: (8, 16)}  # units of image tokens -> their rows and columns
+_SHAPES = ((1, 1), (2, 1), (1, 2))  # image and text tokens, in units: they determine what grows linearly
 _Kind = tuple[str, AdapterConfig | None]  # the dtype, and the adapter if only it is trained
 
 
@@ -68,38 +67,34 @@ class CountedCost(DenoiserCost):
     def _at(self, tokens: Tokens, counted: Sequence[Counts], kind: _Kind) -> Counts:
         # what does not grow with tokens: matrices of an adapter's updates; of references, each sample has its own
         has_fixed = kind[1] is not None and not self.fixed_tokens
-        linear = counted[: len(_LINEAR)]
         at = partial(_on_plane, tokens)
         names = ("input_flops", "features", "target", "before", "after")
-        numbers = {name: at([getattr(counts, name) for counts in linear]) for name in names}
+        numbers = {name: at([getattr(counts, name) for counts in counted]) for name in names}
         kinds = []
         for number in range(len(counted[0].blocks)):
-            sizes = [astuple(counts.blocks[number]) for counts in linear]
+            sizes = [astuple(counts.blocks[number]) for counts in counted]
             inputs, saved, selective, _ = map(at, zip(*sizes, strict=True))
-            at_none = _on_plane(Tokens(0, 0), [counts.blocks[number].saved for counts in linear])
+            at_none = _on_plane(Tokens(0, 0), [counts.blocks[number].saved for counts in counted])
             fixed = max(0, at_none) if has_fixed else 0
             kinds.append(BlockBytes(inputs, saved - fixed, selective, fixed))
         more = self.fixed_tokens
-        shares = [
-            Fraction(counts.tensor) / (_UNIT * sum(shape) + more) for counts, shape in zip(linear, _LINEAR, strict=True)
-        ]
-        flops = _interpolated(tokens, [counts.forward_flops for counts in counted]) if len(counted) > len(linear) else 0
+        largest = zip(_SHAPES, [counts.tensor for counts in counted], strict=True)
+        shares = [Fraction(tensor) / (_UNIT * sum(shape) + more) for shape, tensor in largest]
         tensor = max(shares) * (tokens.joint + more)
-        return Counts(forward_flops=flops, tensor=tensor, blocks=tuple(kinds), **numbers)
+        flops = _forward_flops(tokens, counted)
+        return Counts(forward_flops=flops, tensor=tensor, blocks=tuple(kinds), attention=(), **numbers)
 
     def _counted(self, kind: _Kind) -> tuple[Counts, ...]:
-        """Return the counts of all shapes that are needed: those of `_LINEAR` come first."""
+        """Return the counts of `_SHAPES`."""
         if kind not in self._counts:
-            shapes = _LINEAR + _SQUARE if kind == (FLOPS_DTYPE, None) else _LINEAR
-            self._counts[kind] = tuple(self._count(shape, kind) for shape in shapes)
+            self._counts[kind] = tuple(self._count(shape, kind) for shape in _SHAPES)
         return self._counts[kind]
 
     def _count(self, shape: tuple[int, int], kind: _Kind) -> Counts:
         image, text = shape
         dtype, adapter = kind
         batch = self.batch(*_GRIDS[image], text * _UNIT)
-        backward = kind == (FLOPS_DTYPE, None) and shape in _LINEAR
-        return self.reduced(adapter).count(self.denoise, batch, dtype, backward)
+        return self.reduced(adapter).count(self.denoise, batch, dtype)
 
 
 def _is_seen(column: Column) -> bool:
@@ -108,22 +103,26 @@ def _is_seen(column: Column) -> bool:
 
 
 def _on_plane(tokens: Tokens, values: Sequence[int]) -> int:
-    """Return the linear function through the values at `_LINEAR`."""
+    """Return the linear function through the values at `_SHAPES`."""
+    return round(_linear(tokens, values))
+
+
+def _linear(tokens: Tokens, values: Sequence[int]) -> Fraction:
     one, two, text_two = values
     image = Fraction(tokens.image, _UNIT) - 1
     text = Fraction(tokens.text, _UNIT) - 1
-    return round(one + image * (two - one) + text * (text_two - one))
+    return one + image * (two - one) + text * (text_two - one)
 
 
-def _interpolated(tokens: Tokens, values: Sequence[int]) -> int:
-    """Return the polynomial through the values at `_LINEAR` and `_SQUARE`, in Newton's form."""
-    one, two, text_two, three, text_three, both = values
-    image = Fraction(tokens.image, _UNIT) - 1
-    text = Fraction(tokens.text, _UNIT) - 1
-    value = one + image * (two - one) + text * (text_two - one)
-    value += image * (image - 1) / 2 * (three - 2 * two + one)
-    value += text * (text - 1) / 2 * (text_three - 2 * text_two + one)
-    return round(value + image * text * (both - two - text_two + one))
+def _forward_flops(tokens: Tokens, counted: Sequence[Counts]) -> int:
+    """Return the FLOPs of a forward pass, by the counts of `_SHAPES`."""
+    rest = [counts.forward_flops - sum(products.flops for products in counts.attention) for counts in counted]
+    value = _linear(tokens, rest)
+    for same in zip(*(counts.attention for counts in counted), strict=True):
+        queries = _linear(tokens, [products.queries for products in same])
+        keys = _linear(tokens, [products.keys for products in same])
+        value += same[0].flops * queries * keys / (same[0].queries * same[0].keys)
+    return round(value)
 
 
 class StockCost(CountedCost):

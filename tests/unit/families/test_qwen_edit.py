@@ -36,6 +36,7 @@ from sd3_light.flow.packing import pack_latents
 from sd3_light.new import verb as new
 from sd3_light.sample.generate import generate
 from sd3_light.sources.decode import read_fitted
+from sd3_light.system import Gpu
 from sd3_light.world import write_dataset
 from tests.families import TinyFolder, with_processor
 from tests.project import Project
@@ -50,6 +51,7 @@ from tests.warm import REAL_PYTHON
 
 EDIT = "qwen_image_edit"
 PLUS = "qwen_image_edit_plus"
+GPU = (Gpu("a GPU", 24 * 2**30),)
 KONTEXT = "flux_kontext"
 ROOT = Path(__file__).parents[3]
 COUNTS = MappingProxyType({EDIT: 1, PLUS: 2, KONTEXT: 1})
@@ -408,7 +410,7 @@ def test_new_writes_a_project_of_edits(tmp_path: Path, small: None, tiny_folder:
     for folder in ("images", "images-before"):
         write_dataset(tmp_path / folder, 8, seed=1)
     for name in (EDIT, PLUS):
-        written = new.run("edit", str(tmp_path / "images"), str(tiny_folder(name)), tmp_path / name, resolution=64)
+        written = new.run("edit", str(tmp_path / "images"), str(tiny_folder(name)), tmp_path / name, 64, GPU)
         loaded = check.load(written.train_toml)
         assert [directory.references for directory in loaded.dataset.directories] == [(tmp_path / "images-before",)]
         assert not loaded.train.model.enable_uncond_text_dropout

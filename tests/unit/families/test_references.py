@@ -31,6 +31,7 @@ from sd3_light.flow.packing import pack_latents, unpack_latents
 from sd3_light.new import verb as new
 from sd3_light.randomness import first_words, occurrence_words, uniforms
 from sd3_light.sample.generate import generate
+from sd3_light.system import Gpu
 from sd3_light.world import write_dataset
 from tests.checkpoints import tensors
 from tests.families import TinyFolder
@@ -43,6 +44,7 @@ from tests.unit.families.test_stock_families import SEED, Tiny
 from tests.unit.families.test_stock_training import LAST, require_exact_resume, run
 
 NAME = "flux_kontext"
+GPU = (Gpu("a GPU", 24 * 2**30),)
 
 
 @pytest.fixture
@@ -314,12 +316,12 @@ def test_a_run_resumes_exactly_from_shards_and_from_memory(
 def test_new_writes_a_project_of_edits(tmp_path: Path, tiny_folder: TinyFolder) -> None:
     for folder in ("images", "images-before"):
         write_dataset(tmp_path / folder, 8, seed=1)
-    written = new.run("edit", str(tmp_path / "images"), str(tiny_folder(NAME)), tmp_path, resolution=64)
+    written = new.run("edit", str(tmp_path / "images"), str(tiny_folder(NAME)), tmp_path, 64, GPU)
     loaded = check.load(written.train_toml)
     assert [directory.references for directory in loaded.dataset.directories] == [(tmp_path / "images-before",)]
     assert loaded.train.adapter.target_modules == family_named("flux").adapter_targets
     for name, model in (("sd3", DEMO), ("flux2", tiny_folder("flux2"))):
-        other = new.run("edit", str(tmp_path / "images"), str(model), tmp_path / name, resolution=64)
+        other = new.run("edit", str(tmp_path / "images"), str(model), tmp_path / name, 64, GPU)
         assert check.load(other.train_toml).train.model.references == 1
     shutil.rmtree(tmp_path / "images-before")
     with pytest.raises(ConfigFaults, match=r"references: no such file or folder"):
