@@ -255,7 +255,7 @@ def test_the_cost_counts_the_tokens_of_references(monkeypatch: pytest.MonkeyPatc
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
         tiny.family.denoise(denoiser, batch, 1.0)
     assert cost.forward_flops(tokens) == pytest.approx(counter.get_total_flops(), rel=0.001)
-    large = cost.reduced(None).count(cost.denoise, cost.batch(64, 64, 512), "float32", backward=False)
+    large = cost.reduced(None).count(cost.denoise, cost.batch(64, 64, 512), "float32")
     counted = cost.counts(Tokens(4096, 512), "float32")
     assert counted.blocks == large.blocks
     assert large.tensor <= counted.tensor < 1.2 * large.tensor
