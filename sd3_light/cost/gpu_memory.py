@@ -16,7 +16,6 @@ from typing import NamedTuple
 from sd3_light.config.base import recomputed_blocks
 from sd3_light.config.optimizers import OPTIMIZERS, SLICE_ELEMENTS
 from sd3_light.cost.amount import GIB, Amount, format_bytes
-from sd3_light.cost.graph_choice import MAX_GRAPHS
 from sd3_light.cost.training_setup import TrainingSetup
 
 _GPUS_PER_MACHINE = 8  # replicas of one machine share the writing of checkpoints
@@ -29,9 +28,6 @@ NCCL_BYTES = GIB // 2
 
 SLACK = 0.03
 """Share of a step's memory that the caching allocator loses to fragmentation."""
-
-BESIDE_GRAPHS = 1 / 6
-"""What a pass needs beside the memory of recorded ones: 18 to 25% of it for adapters of SD3.5 medium and Wan."""
 
 HOST_INPUTS = 3
 """Inputs of blocks on the GPU where they are in host memory: one in use, one on its way there, one on its way back."""
@@ -69,11 +65,10 @@ def gpu_memory(setup: TrainingSetup) -> GpuMemory:
 
 def _stage_memory(setup: TrainingSetup) -> GpuMemory:
     moments = _bytes_by_moment(setup)
-    if setup.graphs:
-        moments = _beside_graphs(setup, moments)
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     terms = {name: count for name, count in moments[moment].items() if count}
     terms["next micro-batch"] = next_batch_bytes(setup)
+    terms["graphs"] = _graph_bytes(setup, moments) if setup.graphs else 0
     terms["slack"] = round(SLACK * sum(terms.values()))
     formula = " + ".join(f"{name} {format_bytes(count)}" for name, count in terms.items() if count)
     nccl = NCCL_BYTES if setup.world_size > 1 else 0
@@ -247,23 +242,14 @@ def _bytes_by_moment(setup: TrainingSetup) -> dict[str, Mapping[str, int]]:
     }
 
 
-def _beside_graphs(setup: TrainingSetup, moments: Mapping[str, Mapping[str, int]]) -> dict[str, Mapping[str, int]]:
-    """Return the moments of a run once it has recorded CUDA graphs, whose memory stays allocated.
+def _graph_bytes(setup: TrainingSetup, moments: Mapping[str, Mapping[str, int]]) -> int:
+    """Return the bytes that only CUDA graphs use: inputs, and a step's memory beside that of a step not yet recorded.
 
-    Graphs share the memory of the largest pass. Each has inputs, here those of the largest for all. The passes that
-    come before a recording use that memory too, but for a part of the backward pass; those of shapes that are not
-    recorded do not.
+    Graphs share the latter, so that the largest one counts. Each has inputs, here those of the largest for all.
     """
-    passes = ("end of forward", "start of backward")
-    accumulated = moments["end of forward"]["accumulated gradients"]
-    largest = max(sum(moments[name].values()) for name in passes) - accumulated
-    graphs = {"graphs": largest + setup.graph_shapes * next_batch_bytes(setup)}
-    beside = round(BESIDE_GRAPHS * largest) if setup.graph_shapes > 1 else 0
-    before = {"passes before recordings": beside, "accumulated gradients": accumulated}
-    all_recorded = setup.graph_shapes < MAX_GRAPHS
-    recorded = {name: before if all_recorded else moments[name] for name in passes}
-    others = {name: moments[name] for name in ("optimizer", "evaluation")}
-    return {name: {**graphs, **terms} for name, terms in (recorded | others).items()}
+    passes = (moments[name] for name in ("end of forward", "start of backward"))
+    largest = max(sum(terms.values()) - terms["accumulated gradients"] for terms in passes)
+    return largest + setup.graph_shapes * next_batch_bytes(setup)
 
 
 def _evaluation(setup: TrainingSetup, one_block: int, copies: int) -> dict[str, int]:

@@ -7,7 +7,7 @@ recorded: data, noise, clipping, optimizer and averages run as usual, and so do 
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -39,11 +39,8 @@ class Recording(Protocol):
 class Recorder(Protocol):
     """Records the work that a function queues."""
 
-    def warming_up(self, in_pool: bool) -> AbstractContextManager[None]:
-        """Return a context in which a function runs normally, so that nothing is initialized while it is recorded.
-
-        With ``in_pool`` its results are in the memory of the recordings, which none of them uses meanwhile.
-        """
+    def warming_up(self) -> AbstractContextManager[None]:
+        """Return a context in which a function runs normally, so that nothing is initialized while it is recorded."""
 
     def record(self, function: Callable[[], Numbers]) -> Recording:
         """Record a function without running it; raise a RuntimeError if it does something that cannot be recorded."""
@@ -93,7 +90,7 @@ class MicroBatchGraphs:
 
     def _first_run(self, batch: Batch, count: int) -> Numbers:
         """Run a micro-batch that is not recorded before any that is: its gradients are those that graphs add to."""
-        with self._recorder.warming_up(in_pool=False):
+        with self._recorder.warming_up():
             numbers = self._run(batch, count)
         self._gradients = self._made_gradients()
         return numbers
@@ -132,11 +129,11 @@ class MicroBatchGraphs:
     def _warm_up(self, run: Callable[[], Numbers]) -> tuple[Tensor, Tensor]:
         """Run twice, the second time adding to gradients; return numbers and squared gradient norm of the first.
 
-        The very first pass makes the gradients that all graphs add to, outside their memory.
+        The very first pass makes the gradients that all graphs add to.
         """
         if self._gradients:
             torch._foreach_zero_(self._gradients)
-        with self._recorder.warming_up(in_pool=bool(self._graphs)):
+        with self._recorder.warming_up():
             _, numbers = run()
             self._gradients = self._made_gradients()
             squares = sum_of_squares(self._gradients)
@@ -193,18 +190,14 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._pool: Any = torch.cuda.MemPool()
+        self._pool: Any = torch.cuda.graph_pool_handle()
 
     @contextmanager
-    def warming_up(self, in_pool: bool) -> Iterator[None]:
-        """Run on the stream of the recordings: autograd remembers the stream of a weight's first use.
-
-        What backward passes allocate in autograd's thread stays outside the pool.
-        """
+    def warming_up(self) -> Iterator[None]:
+        """Run on the stream of the recordings: autograd remembers the stream of a weight's first use."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        pool = torch.cuda.use_mem_pool(self._pool, self._device) if in_pool else nullcontext()
-        with torch.cuda.stream(self._stream), pool:
+        with torch.cuda.stream(self._stream):
             yield
         current.wait_stream(self._stream)
 
@@ -215,7 +208,7 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         try:
             # other threads, such as that of checkpoints, may use the GPU meanwhile
-            with torch.cuda.graph(graph, pool=self._pool.id, stream=self._stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 outputs = function()
         except RuntimeError:
             self._recover(current)

@@ -8,7 +8,7 @@ from sd3_light.core.cost import Layout
 from sd3_light.cost.residence import Residence
 
 _BATCH = "lower micro_batch_size_per_gpu (and raise gradient_accumulation_steps)"
-_GRAPHS = "write cuda_graphs = false, which frees the memory of a step while it evaluates"
+_GRAPHS = "write cuda_graphs = false, which needs about half of a step's memory"
 _CHECK = "`sd3-light check` estimates memory use"
 
 

@@ -208,24 +208,3 @@ def test_gradients_exist_once(tmp_path: Path) -> None:
     for seed in (0, 3):
         engine.train_step([batch(seed, SIDES[0])], 1e-3).read()
     assert torch.cuda.max_memory_allocated(CUDA) - before < 4 * weights + (128 << 20)
-
-
-def test_a_second_shape_uses_the_memory_of_the_first(tmp_path: Path) -> None:
-    shape = {**SIZES["tiny2"].transformer_config(), "num_layers": 40}
-    engine = _engine(tmp_path, False, True, {}, {}, shape)
-    torch.cuda.reset_peak_memory_stats(CUDA)
-    reserved = []
-    for sides in SIDES:
-        engine.train_step([_large_batch(sides)], 1e-3).read()
-        reserved.append(torch.cuda.max_memory_reserved(CUDA))
-    assert engine.graphs is not None
-    assert engine.graphs.count == 2
-    assert reserved[1] < 1.3 * reserved[0], "its warm-up runs beside the memory of the recordings"
-
-
-def _large_batch(sides: tuple[int, int], count: int = 512) -> Batch:
-    noisy, target = torch.randn(2, count, 16, *sides, device=CUDA)
-    prompt = torch.randn(count, 12, 256, device=CUDA).bfloat16()
-    pooled = torch.randn(count, 224, device=CUDA).bfloat16()
-    values = {"noisy": noisy, "t": torch.rand(count, device=CUDA), "prompt": prompt, "pooled": pooled}
-    return Batch(count, values).with_values({"target": target, "mask": None})

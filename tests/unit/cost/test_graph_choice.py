@@ -10,7 +10,7 @@ from sd3_light.config import SIZES, TrainConfig
 from sd3_light.core.cost import Layout, Tokens
 from sd3_light.cost.amount import format_bytes
 from sd3_light.cost.gpu_memory import gpu_memory, next_batch_bytes
-from sd3_light.cost.graph_choice import MAX_GRAPHS, why_no_graphs
+from sd3_light.cost.graph_choice import why_no_graphs
 from sd3_light.cost.training_flops import training_flops
 from sd3_light.cost.training_setup import TrainingSetup
 from sd3_light.families.sd3.cost import SD3Cost
@@ -97,19 +97,16 @@ def test_adapters_real_text_compiled_and_recomputed_blocks_are_recorded(keys: di
     assert reason(config(model, cuda_graphs=False, **keys)) == "cuda_graphs = false"
 
 
-@pytest.mark.parametrize(("checkpointing", "beside"), [(False, 0.5), (True, 0.9)])
-def test_the_memory_of_a_recorded_step_stays_allocated(checkpointing: bool, beside: float) -> None:
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_memory_of_a_recorded_step_stays_allocated(checkpointing: bool) -> None:
     plain = TrainingSetup(DEMO, Tokens(16, 32), 1024, fast=True, evaluates=True, checkpointing=checkpointing)
     recorded = replace(plain, graphs=True)
-    step, one = gpu_memory(plain).step.value, gpu_memory(recorded).step.value
-    assert step < one < (1 + beside) * step, "evaluation and optimizer work beside it"
+    step, both = gpu_memory(plain).step.value, gpu_memory(recorded).step.value
+    assert 1.8 * step < both < 2.3 * step
     assert "graphs" in gpu_memory(recorded).step.formula
     assert "graphs" not in gpu_memory(plain).step.formula
-    two, ten = (gpu_memory(replace(recorded, graph_shapes=count)).step.value for count in (2, 10))
-    assert one <= two < (1.1 + beside) * step, "the backward pass before a recording is partly beside it"
-    assert ten - two == pytest.approx(8 * next_batch_bytes(plain), rel=0.04), "each shape has its inputs, and slack"
-    most = gpu_memory(replace(recorded, graph_shapes=MAX_GRAPHS)).step.value
-    assert most > 1.8 * step, "further shapes are not recorded"
+    ten = gpu_memory(replace(recorded, graph_shapes=10)).step.value
+    assert ten - both == pytest.approx(9 * next_batch_bytes(plain), rel=0.04), "each shape has its inputs, and slack"
 
 
 def test_graphs_add_to_gradients_that_exist_from_the_start() -> None:
