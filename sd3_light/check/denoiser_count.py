@@ -245,7 +245,7 @@ class _Counter(TorchDispatchMode):
         elif packet in flop_registry:
             flops = int(flop_registry[packet](*args, **kwargs, out_val=result))
             self.flops[self._section] += flops
-            if torch.is_grad_enabled():  # inside of a function with its own gradient, that has twice the FLOPs
+            if not self._is_paused:
                 factors = args[1:3] if name in _BIASED else args[:2]
                 self._results.append((result, flops, sum(factor.requires_grad for factor in factors)))
             if name in _PRODUCTS and not self._is_paused:

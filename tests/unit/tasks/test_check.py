@@ -30,16 +30,20 @@ CPU = torch.device("cpu")
 class Blocks(DiffusionTrainingModule):
     """Three equal blocks between two other layers."""
 
-    def __init__(self, *units: Any, reads_values: bool = False) -> None:
+    def __init__(self, *units: Any, reads_values: bool = False, teaches: bool = False) -> None:
         net = nn.Module()
         net.first, net.last = nn.Linear(3, 32), nn.Linear(32, 3)
         net.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3))
         super().__init__(net, units)
-        self.reads_values = reads_values
+        self.reads_values, self.teaches = reads_values, teaches
 
     def denoise(self, noisy: Tensor, t: Tensor, inputs: Any) -> Tensor:
         net: Any = self.transformer
         tokens = net.first(noisy.flatten(2).mT)
+        if self.teaches:
+            with torch.no_grad():
+                teaching = net.first(net.last(tokens))
+            tokens = tokens + teaching
         for block in net.blocks:
             tokens = tokens + block(tokens)
         if self.reads_values and float(tokens.sum()) > 1e9:
@@ -77,6 +81,13 @@ def test_flops_and_weights_are_those_of_a_pass() -> None:
     assert counted.tokens(counted.buckets[0].bucket) == counted.buckets[1].tokens, "a cache is placed by the largest"
     assert all(weight.device.type == "cpu" for weight in model.parameters())
     model(sample).backward()  # type: ignore[no-untyped-call]
+
+
+def test_products_without_gradients_have_no_backward_pass() -> None:
+    plain, taught = (cost(Blocks(teaches=teaches), latents(4)) for teaches in (False, True))
+    tokens = plain.buckets[0].tokens
+    forward = taught.forward_flops(tokens) - plain.forward_flops(tokens)
+    assert taught.input_flops(tokens) - plain.input_flops(tokens) == 2 * forward > 0
 
 
 @pytest.mark.parametrize("case", CASES)
